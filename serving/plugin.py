@@ -61,7 +61,7 @@ class _TorchvisionFinder(MetaPathFinder):
 
         missing = [op for op in _TORCHVISION_OPS if not hasattr(torch.ops.torchvision, op)]
         if missing:
-            library = torch.library.Library("torchvision", "FRAGMENT")
+            library: Any = torch.library.Library("torchvision", "FRAGMENT")
             for op in missing:
                 library.define(f"{op}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
             _kept.append(library)
@@ -102,7 +102,7 @@ def _floor_delay_in(module: ModuleType) -> None:
         return
     floor_us = NIXL_PROGRESS_DELAY_FLOOR_US
 
-    class FlooredAgentConfig(base):  # type: ignore[misc, valid-type]
+    class FlooredAgentConfig(base):  # type: ignore[misc]
         floors_progress_delay = True
 
         def __setattr__(self, name: str, value: Any) -> None:
