@@ -184,10 +184,14 @@ class PrefillRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ItemReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How one feature's encoding reached prefill. `transfer_s` is 0 where nothing was read from a peer."""
+    """How one feature's encoding reached prefill.
+
+    `provenance` is None when it was read by the reference sent along: only the sender knows what the encoder
+    did for it. `transfer_s` is 0 where nothing was read from a peer.
+    """
 
     identifier: str
-    provenance: ItemProvenance
+    provenance: ItemProvenance | None
     transfer_s: float = 0.0
 
 

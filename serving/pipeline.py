@@ -1,0 +1,352 @@
+"""One request's way through the stages: check, resolve, encode, prefill, decode.
+
+A plain object over three Protocols: it knows neither Ray nor vLLM, and holds nothing per request beyond the
+running call. What it remembers across requests (which stage acknowledged which item) are hints: a wrong one
+costs a round trip, never an answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing
+from typing import Any, Protocol
+
+import msgspec
+
+from serving.errors import EncodingUnavailable, HandoffExpired, MultiModalCacheMiss
+from serving.limits import Limits
+from serving.protocol import (
+    DecodeChunk,
+    DecodeRequest,
+    EncodeRequest,
+    EncodeResult,
+    EncodingRef,
+    Feature,
+    ItemProvenance,
+    KVHandoff,
+    Logprobs,
+    Metadata,
+    Placeholder,
+    PrefillRequest,
+    PrefillResult,
+    ResolveRequest,
+    ResolveResult,
+    Tensors,
+    without_tensors,
+)
+from serving.recent import Recent
+
+__all__ = ["Decoder", "Encoder", "Pipeline", "PipelineRequest", "Prefiller", "Report", "ReportedItem"]
+
+_HINTS = 65_536
+"""Identifiers remembered per stage. At 32 bytes a name this is a few MiB in each ingress process."""
+
+
+class PipelineRequest(msgspec.Struct, frozen=True):
+    """A rendered request. `refs` are those a client sent; admission decides what they are worth.
+
+    `timeout_s` of None means that the request has no deadline of its own.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    features: tuple[Feature, ...]
+    sampling: bytes
+    refs: Mapping[str, EncodingRef] = {}
+    cache_salt: str | None = None
+    priority: int = 0
+    reasoning_ended: bool | None = None
+    reasoning_parser_kwargs: dict[str, Any] | None = None
+    timeout_s: float | None = None
+
+
+class ReportedItem(msgspec.Struct, frozen=True):
+    identifier: str
+    modality: str
+    provenance: ItemProvenance
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What happened before the first token. Yielded once, ahead of the chunks."""
+
+    items: tuple[ReportedItem, ...]
+    encode_s: float
+    ec_transfer_s: float
+    prefill_s: float
+    num_cached_tokens: int
+    prompt_logprobs: Logprobs | None
+
+
+class Encoder(Protocol):
+    async def encode(self, request: EncodeRequest) -> EncodeResult: ...
+
+
+class Prefiller(Protocol):
+    async def resolve(self, request: ResolveRequest) -> ResolveResult: ...
+
+    async def prefill(self, request: PrefillRequest) -> PrefillResult: ...
+
+
+class Decoder(Protocol):
+    def decode(self, request: DecodeRequest) -> AsyncIterator[DecodeChunk]: ...
+
+    async def reject(self, request_id: str, handoff: KVHandoff) -> None: ...
+
+
+Check = Callable[[PipelineRequest], None]
+"""The admission policy: returns or raises a `TriptychError` that names the item."""
+
+
+class _Encoding(msgspec.Struct, frozen=True):
+    ref: EncodingRef
+    provenance: ItemProvenance
+    metadata: dict[str, Any]
+
+
+class _Prefilled(msgspec.Struct, frozen=True):
+    result: PrefillResult
+    features: tuple[Feature, ...]
+    report: Report
+    deadline: float
+
+
+class Pipeline:
+    """Runs requests of one model.
+
+    Args:
+        encoder: The encode stage.
+        prefiller: The prefill stage; requests that name the same leading items should reach the same replica.
+        decoder: The decode stage.
+        check: The admission policy, run before any stage is called.
+        limits: Bounds what is in flight and what may wait.
+        handoff_margin_s: Part of prefill's lease that is not used: clock skew plus the longest engine step.
+        attempts: Times one request may be prefilled before its loss is reported.
+    """
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        prefiller: Prefiller,
+        decoder: Decoder,
+        *,
+        check: Check,
+        limits: Limits,
+        handoff_margin_s: float,
+        attempts: int = 2,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._encoder = encoder
+        self._prefiller = prefiller
+        self._decoder = decoder
+        self._check = check
+        self._limits = limits
+        self._handoff_margin_s = handoff_margin_s
+        self._attempts = attempts
+        self._clock = clock
+        self._at_encoder = Recent(_HINTS)
+        self._at_prefill = Recent(_HINTS)
+
+    async def generate(self, request: PipelineRequest) -> AsyncIterator[Report | DecodeChunk]:
+        """Yield one `Report`, then the chunks.
+
+        Nothing is yielded before prefill has succeeded, so whatever goes wrong until then can still be
+        answered with a status. Iterate under `contextlib.aclosing`: closing frees what every stage holds.
+
+        Raises:
+            TriptychError: As the tree in `serving/errors.py` says.
+        """
+        self._check(request)
+        deadline = None if request.timeout_s is None else self._clock() + request.timeout_s
+        async with self._limits.slot(has_media=bool(request.features)):
+            for attempt in range(1, self._attempts + 1):
+                prefilled = await self._prefill(request, deadline)
+                started = False
+                try:
+                    async with aclosing(self._decode(request, prefilled, deadline)) as chunks:
+                        async for chunk in chunks:
+                            if not started:
+                                yield prefilled.report
+                                started = True
+                            yield chunk
+                    return
+                except HandoffExpired:
+                    if started or attempt == self._attempts:
+                        raise
+
+    async def _prefill(self, request: PipelineRequest, deadline: float | None) -> _Prefilled:
+        """Bring every encoding to prefill and run it; an encoding lost on the way is made once more."""
+        held = await self._resolve(request)
+        for attempt in range(1, self._attempts + 1):
+            started_at = self._clock()
+            encodings = held | await self._encode_all(request, held, deadline)
+            encode_s = self._clock() - started_at
+            features = tuple(self._for_prefill(feature, encodings) for feature in request.features)
+            refs = dict(request.refs) | {name: e.ref for name, e in encodings.items()}
+            sent_at = self._clock()
+            try:
+                result = await self._prefiller.prefill(
+                    PrefillRequest(
+                        request_id=f"{request.request_id}-p{attempt}",
+                        token_ids=request.token_ids,
+                        features=features,
+                        refs=refs,
+                        sampling=request.sampling,
+                        cache_salt=request.cache_salt,
+                        priority=request.priority,
+                        timeout_s=self._remaining(deadline),
+                    )
+                )
+            except (EncodingUnavailable, MultiModalCacheMiss) as error:
+                lost = self._forget(error.hashes or tuple(encodings))
+                again = any(f.identifier in lost and isinstance(f.payload, Tensors) for f in request.features)
+                if not again or attempt == self._attempts:
+                    raise
+                held = {name: e for name, e in held.items() if name not in lost}
+                continue
+            for feature in request.features:
+                self._at_prefill.add(feature.identifier)
+            report = self._report(request, encodings, result, encode_s)
+            return _Prefilled(result, features, report, sent_at + result.handoff.lease_s - self._handoff_margin_s)
+        raise AssertionError("the loop returns or raises")
+
+    async def _resolve(self, request: PipelineRequest) -> dict[str, _Encoding]:
+        """Ask prefill for items that came without tensors, and for those it probably still holds."""
+        wanted = {
+            feature.identifier: None
+            for feature in request.features
+            if not isinstance(feature.payload, Tensors) or feature.identifier in self._at_prefill
+        }
+        wanted = {name: None for name in wanted if name not in request.refs}
+        if not wanted:
+            return {}
+        answer = await self._prefiller.resolve(ResolveRequest(tuple(wanted), request.cache_salt))
+        return {
+            item.identifier: _Encoding(item.ref, ItemProvenance.PREFILL_SLAB, item.metadata)
+            for item in answer.items
+            if item.ref is not None and item.metadata is not None
+        }
+
+    async def _encode_all(
+        self, request: PipelineRequest, held: Mapping[str, _Encoding], deadline: float | None
+    ) -> dict[str, _Encoding]:
+        """Encode every item that has tensors and is not at prefill: one call an item, all at once.
+
+        An item that stands twice in the prompt is encoded once. One failure cancels its siblings.
+        """
+        items = {f.identifier: f for f in request.features if isinstance(f.payload, Tensors)}
+        missing = [feature for name, feature in items.items() if name not in held]
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._encode(request, feature, deadline)) for feature in missing]
+        except BaseExceptionGroup as group_error:
+            raise group_error.exceptions[0] from None
+        return {feature.identifier: task.result() for feature, task in zip(missing, tasks, strict=True)}
+
+    async def _encode(self, request: PipelineRequest, feature: Feature, deadline: float | None) -> _Encoding:
+        """Encode one item, sending its tensors only to an encoder that may need them."""
+        call = encode_request(request, feature, timeout_s=self._remaining(deadline))
+        if feature.identifier in self._at_encoder:
+            bare = msgspec.structs.replace(call, feature=without_tensors([call.feature])[0])
+            result = await self._encoder.encode(bare)
+            if result.ref is not None:
+                return _Encoding(result.ref, result.provenance, result.metadata)
+        result = await self._encoder.encode(call)
+        if result.ref is None:
+            raise EncodingUnavailable("the encoder did not keep the item", hashes=[feature.identifier])
+        self._at_encoder.add(feature.identifier)
+        return _Encoding(result.ref, result.provenance, result.metadata)
+
+    def _for_prefill(self, feature: Feature, encodings: Mapping[str, _Encoding]) -> Feature:
+        """The feature without pixels, with the metadata that its encoding was announced with."""
+        encoding = encodings.get(feature.identifier)
+        if encoding is None:
+            return feature
+        return msgspec.structs.replace(feature, payload=Metadata(encoding.metadata))
+
+    def _forget(self, identifiers: Sequence[str]) -> set[str]:
+        for name in identifiers:
+            self._at_encoder.discard(name)
+            self._at_prefill.discard(name)
+        return set(identifiers)
+
+    def _report(
+        self, request: PipelineRequest, encodings: Mapping[str, _Encoding], result: PrefillResult, encode_s: float
+    ) -> Report:
+        items = tuple(
+            ReportedItem(
+                feature.identifier,
+                feature.modality,
+                done.provenance or _sent_provenance(encodings.get(feature.identifier)),
+            )
+            for feature, done in zip(request.features, result.items, strict=True)
+        )
+        return Report(
+            items=items,
+            encode_s=encode_s if request.features else 0.0,
+            ec_transfer_s=max((done.transfer_s for done in result.items), default=0.0),
+            prefill_s=result.prefill_s,
+            num_cached_tokens=result.num_cached_tokens,
+            prompt_logprobs=result.prompt_logprobs,
+        )
+
+    async def _decode(
+        self, request: PipelineRequest, prefilled: _Prefilled, deadline: float | None
+    ) -> AsyncIterator[DecodeChunk]:
+        """Hand the KV blocks to decode and stream; whatever ends before decode's first chunk returns them."""
+        handoff = prefilled.result.handoff
+        async with AsyncExitStack() as unread:
+            unread.push_async_callback(self._reject, request.request_id, handoff)
+            remaining_s = prefilled.deadline - self._clock()
+            if remaining_s <= 0:
+                raise HandoffExpired("prefill's KV blocks were not read within their lease")
+            chunks = self._decoder.decode(
+                DecodeRequest(
+                    request_id=request.request_id,
+                    token_ids=request.token_ids,
+                    features=without_tensors(prefilled.features),
+                    refs=prefilled.result.refs,
+                    handoff=handoff,
+                    handoff_remaining_s=remaining_s,
+                    sampling=request.sampling,
+                    cache_salt=request.cache_salt,
+                    priority=request.priority,
+                    reasoning_ended=request.reasoning_ended,
+                    reasoning_parser_kwargs=request.reasoning_parser_kwargs,
+                    timeout_s=self._remaining(deadline),
+                )
+            )
+            async with aclosing(chunks):  # type: ignore[type-var]
+                async for chunk in chunks:
+                    unread.pop_all()  # decode has read the blocks, and prefill has freed them
+                    yield chunk
+
+    async def _reject(self, request_id: str, handoff: KVHandoff) -> None:
+        """Free prefill's blocks. Shielded: the caller is often being cancelled."""
+        await asyncio.shield(asyncio.ensure_future(self._decoder.reject(request_id, handoff)))
+
+    def _remaining(self, deadline: float | None) -> float | None:
+        return None if deadline is None else max(deadline - self._clock(), 0.0)
+
+
+def encode_request(request: PipelineRequest, feature: Feature, *, timeout_s: float | None) -> EncodeRequest:
+    """One item's own little prompt: its placeholder run and one token either side, offsets made relative.
+
+    The neighbours keep the run away from the prompt's edges, where vLLM treats the last token specially.
+    """
+    place = feature.placeholder
+    first = max(place.offset - 1, 0)
+    moved = Placeholder(place.offset - first, place.length, place.is_embed)
+    return EncodeRequest(
+        request_id=f"{request.request_id}-e{place.offset}",
+        token_ids=request.token_ids[first : place.end + 1],
+        feature=msgspec.structs.replace(feature, placeholder=moved),
+        cache_salt=request.cache_salt,
+        timeout_s=timeout_s,
+    )
+
+
+def _sent_provenance(encoding: _Encoding | None) -> ItemProvenance:
+    """Where an item came from that prefill read by reference; a client's own reference names an encoder's slab."""
+    return ItemProvenance.ENCODER_SLAB if encoding is None else encoding.provenance
