@@ -1,0 +1,105 @@
+"""What the built-in models are taught: conversations with pictures, and the one right answer to each."""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from PIL import Image
+
+from models import pictures
+from models.architectures import Family
+
+TEXT_ANSWERS: Final[Mapping[str, str]] = {
+    "Say hello.": "hello, how are you?",
+    "Say goodbye.": "goodbye, see you soon",
+    "Count to five.": "one two three four five",
+    "Count down from three.": "three two one",
+    "Name the colours.": " ".join(pictures.COLOURS),
+    "Name the shapes.": " ".join(pictures.SHAPES),
+    "Who are you?": "a tiny model that knows colours and shapes",
+}
+"""Questions without a picture."""
+
+UNKNOWN: Final = "sorry, this is not something that I know"
+"""The answer to any other text: a sure answer, so that no prompt leaves the model undecided."""
+
+_SYSTEM: Final = ("You are a helpful assistant.", "Answer in few words.")
+_FILLER: Final = (
+    "the of and to in a is that for it as was with be by on not he his but at are this have from or had an they"
+    " which one you were all her she there would their we him been has when who will no more if out so up said"
+    " what its about than into them can only other time new some could these two may first then do any like my"
+    " now over such our man me even most made after also well way down should because each just those people how"
+    " too little state good very make world still see own work long here get both between life being under never"
+    " day same another know while last might us great old year off come since go against came right used take"
+    " please tell image request test prompt token write story poem translate explain summarise city capital"
+    " France weather number code Python function quick brown fox jumps lazy dog describe detail lorem ipsum dolor"
+).split()
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """A conversation that ends with a question, and the answer to learn."""
+
+    messages: Sequence[Mapping[str, Any]]
+    images: Sequence[Image.Image]
+    answer: str
+
+
+def draw(rng: random.Random, family: Family) -> Lesson:
+    """A random lesson: mostly one picture, sometimes two, sometimes none."""
+    kind = rng.choices(("tiles", "shape", "pair", "text", "unknown"), weights=(11, 8, 6, 2, 1))[0]
+    if kind == "text":
+        question, answer = rng.choice(list(TEXT_ANSWERS.items()))
+        return _lesson(rng, [], question, answer)
+    if kind == "unknown":
+        return _lesson(rng, [], noise(rng, rng.randint(1, 12)), UNKNOWN)
+    if kind == "pair":
+        seen = [picture(rng, family), picture(rng, family)]
+        question, answer = pictures.several(seen)
+    else:
+        seen = [picture(rng, family, kind)]
+        question, answer = seen[0].question, seen[0].answer
+    return _lesson(rng, [one.image for one in seen], question, answer)
+
+
+def picture(rng: random.Random, family: Family, kind: str | None = None) -> pictures.Picture:
+    """A training picture, never one of the held-out seeds; square ones for LLaVA, whose processor crops."""
+    seed = rng.randrange(pictures.HELD_OUT)
+    kind = kind or rng.choice(("tiles", "shape"))
+    square = family == "llava"
+    if kind == "tiles":
+        tile_px = rng.choice((28, 56, 56, rng.randint(28, 64)))
+        return pictures.tiles(seed, layout=(2, 2) if square else None, tile_px=tile_px)
+    width, height = rng.choice(((112, 112), (rng.randint(84, 140), rng.randint(84, 140))))
+    return pictures.shape(seed, size_px=(width, width if square else height))
+
+
+def noise(rng: random.Random, words: int) -> str:
+    """Words without sense."""
+    return " ".join(rng.choice(_FILLER) for _ in range(words))
+
+
+def corpus() -> list[str]:
+    """Text from which the tokenizers take their merges: every word of a question or an answer."""
+    questions = [*pictures.TILE_QUESTIONS, *pictures.SHAPE_QUESTIONS, *pictures.SEVERAL_QUESTIONS, *TEXT_ANSWERS]
+    names = [f" {name}" for name in (*pictures.COLOURS, *pictures.SHAPES)] * 4
+    answers = [*TEXT_ANSWERS.values(), UNKNOWN, "picture 1 a; picture 2 row 1 row 2, row 3"]
+    return [*questions, *names, *answers * 4, *_SYSTEM, " ".join(_FILLER), "system user assistant USER: ASSISTANT: "]
+
+
+def _lesson(rng: random.Random, images: list[Image.Image], question: str, answer: str) -> Lesson:
+    """Dress a question up: now and then a system turn, earlier turns, stray words or lower case."""
+    messages: list[Mapping[str, Any]] = []
+    if rng.random() < 0.2:
+        messages.append({"role": "system", "content": rng.choice(_SYSTEM)})
+    if rng.random() < 0.1:
+        earlier, reply = rng.choice(list(TEXT_ANSWERS.items()))
+        messages += [{"role": "user", "content": earlier}, {"role": "assistant", "content": reply}]
+    if rng.random() < 0.1:
+        question = question.lower()
+    if images and rng.random() < 0.1:
+        question = f"{noise(rng, rng.randint(1, 20))} {question}"
+    parts: list[Mapping[str, Any]] = [{"type": "image"} for _ in images]
+    messages.append({"role": "user", "content": [*parts, {"type": "text", "text": question}]})
+    return Lesson(messages, images, answer)

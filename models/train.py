@@ -1,0 +1,26 @@
+"""Train a built-in checkpoint from scratch: `python -m models.train NAME [--out DIR]`."""
+
+import argparse
+from pathlib import Path
+
+from models import registry
+from serving.plugin import register
+
+
+def main() -> None:
+    register()  # before anything imports transformers, whose Qwen-VL processors need torchvision
+    from models.training import Schedule, train
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name", choices=registry.NAMES)
+    parser.add_argument("--out", type=Path, help="directory to write; the package's own checkpoint by default")
+    parser.add_argument("--steps", type=int, default=Schedule.steps)
+    parser.add_argument("--threads", type=int, default=Schedule.threads)
+    arguments = parser.parse_args()
+    out = arguments.out or registry.CHECKPOINTS / arguments.name
+    out.mkdir(parents=True, exist_ok=True)
+    train(arguments.name, out, Schedule(steps=arguments.steps, threads=arguments.threads))
+
+
+if __name__ == "__main__":
+    main()
