@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from typing import Any, Protocol
 
@@ -90,7 +90,7 @@ class Prefiller(Protocol):
 
 
 class Decoder(Protocol):
-    def decode(self, request: DecodeRequest) -> AsyncIterator[DecodeChunk]: ...
+    def decode(self, request: DecodeRequest) -> AsyncGenerator[DecodeChunk, None]: ...
 
     async def reject(self, request_id: str, handoff: KVHandoff) -> None: ...
 
@@ -148,7 +148,7 @@ class Pipeline:
         self._at_encoder = Recent(_HINTS)
         self._at_prefill = Recent(_HINTS)
 
-    async def generate(self, request: PipelineRequest) -> AsyncIterator[Report | DecodeChunk]:
+    async def generate(self, request: PipelineRequest) -> AsyncGenerator[Report | DecodeChunk, None]:
         """Yield one `Report`, then the chunks.
 
         Nothing is yielded before prefill has succeeded, so whatever goes wrong until then can still be
@@ -293,7 +293,7 @@ class Pipeline:
 
     async def _decode(
         self, request: PipelineRequest, prefilled: _Prefilled, deadline: float | None
-    ) -> AsyncIterator[DecodeChunk]:
+    ) -> AsyncGenerator[DecodeChunk, None]:
         """Hand the KV blocks to decode and stream; whatever ends before decode's first chunk returns them."""
         handoff = prefilled.result.handoff
         async with AsyncExitStack() as unread:
@@ -317,7 +317,7 @@ class Pipeline:
                     timeout_s=self._remaining(deadline),
                 )
             )
-            async with aclosing(chunks):  # type: ignore[type-var]
+            async with aclosing(chunks):
                 async for chunk in chunks:
                     unread.pop_all()  # decode has read the blocks, and prefill has freed them
                     yield chunk
