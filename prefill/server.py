@@ -1,0 +1,185 @@
+"""The prefill stage: a door of its own, a receiver cache, and an engine that keeps KV blocks for decode."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+from prefill.receiver_cache import ReceiverCache
+from serving.engine import Engine, EngineSettings, to_ref, transfer_params, wire_logprobs
+from serving.engine_input import decode_sampling, to_engine_input
+from serving.errors import EngineFault
+from serving.protocol import (
+    EncodingRef,
+    Feature,
+    ItemProvenance,
+    ItemReport,
+    KVHandoff,
+    PrefillRequest,
+    PrefillResult,
+    ResolvedItem,
+    ResolveRequest,
+    ResolveResult,
+    Tensors,
+    decode,
+    encode,
+    metadata_of,
+)
+from serving.references import ReferenceSigner
+
+CheckRequest = Callable[[PrefillRequest, Mapping[str, EncodingRef]], None]
+"""The admission policy over a resolved request and the references that verified."""
+
+_PROVENANCE: dict[str, ItemProvenance | None] = {
+    "encoded": ItemProvenance.RECEIVER_CACHE,
+    "slab": ItemProvenance.PREFILL_SLAB,
+    "remote": None,
+    "none": ItemProvenance.PREFIX_CACHE,
+}
+
+
+class PrefillServer:
+    """Runs prompts and answers with a hand-off to decode.
+
+    Callers that hold only this deployment's handle meet the same policy as the pipeline's: a request is resolved
+    against the receiver cache, checked, and refused before the engine sees it.
+    """
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        make_signer: Callable[[], ReferenceSigner],
+        make_check: Callable[[Engine], CheckRequest],
+    ) -> None:
+        self._engine = Engine(settings)
+        self._signer = make_signer()
+        self._check = make_check(self._engine)
+        self._cache = ReceiverCache(settings.model.prefill.receiver_cache_bytes)
+        self._lease_s = settings.cluster.kv_lease_s
+
+    async def check_health(self) -> None:
+        await self._engine.check_health()
+
+    async def resolve(self, data: bytes | ResolveRequest) -> bytes:
+        """What this replica holds of each item: metadata or tensors, and a reference to its own slab copy.
+
+        Returns:
+            The bytes of a `ResolveResult`, items in the order asked for.
+        """
+        request = decode(ResolveRequest, data)
+        refs = await self._engine.announce(request.identifiers)
+        items = []
+        for name in request.identifiers:
+            payload = self._cache.get(name)
+            metadata = None if payload is None else payload.metadata if isinstance(payload, Tensors) else payload.fields
+            ref = refs.get(name)
+            if ref is not None:
+                ref = self._signer.sign(ref, metadata=metadata or {}, cache_salt=request.cache_salt)
+            items.append(ResolvedItem(name, metadata, isinstance(payload, Tensors), ref))
+        return encode(ResolveResult(tuple(items)))
+
+    async def prefill(self, data: bytes | PrefillRequest) -> bytes:
+        """Run one prompt and keep its KV blocks for one reader.
+
+        Returns:
+            The bytes of a `PrefillResult`.
+
+        Raises:
+            TriptychError: The policy refused the request, or the engine could not get at an encoding. The engine
+                was not touched in the first case and goes on in both.
+        """
+        request = decode(PrefillRequest, data)
+        features = tuple(self._resolved(feature) for feature in request.features)
+        request = msgspec.structs.replace(request, features=features)
+        refs = self._verified(request)
+        self._check(request, refs)
+        for feature in features:
+            if feature.payload is not None:
+                self._cache.put(feature.identifier, feature.payload)
+        started_at = time.monotonic()
+        used = {
+            f.identifier: refs[f.identifier]
+            for f in features
+            if f.identifier in refs and not isinstance(f.payload, Tensors)
+        }
+        output = await self._engine.run_to_end(
+            to_engine_input(request.token_ids, features, request.cache_salt),
+            _prefill_sampling(request, transfer_params(used)),
+            request.request_id,
+            priority=request.priority,
+        )
+        return encode(self._result(request, output, time.monotonic() - started_at))
+
+    async def stats(self) -> dict[str, float]:
+        return await self._engine.stats()
+
+    def _resolved(self, feature: Feature) -> Feature:
+        """The feature with what the receiver cache holds, where the request left its payload out."""
+        if feature.payload is not None:
+            return feature
+        return msgspec.structs.replace(feature, payload=self._cache.get(feature.identifier))
+
+    def _verified(self, request: PrefillRequest) -> dict[str, EncodingRef]:
+        """The references that are worth something; the others count as absent."""
+        return {
+            name: ref
+            for name, ref in request.refs.items()
+            if ref.identifier == name and self._signer.verify(ref, cache_salt=request.cache_salt)
+        }
+
+    def _result(self, request: PrefillRequest, output: RequestOutput, prefill_s: float) -> PrefillResult:
+        if output.kv_transfer_params is None:
+            raise EngineFault("prefill finished without KV blocks to hand over")
+        announced = output.ec_transfer_params or {}
+        refs = {}
+        for feature in request.features:
+            entry = announced.get(feature.identifier)
+            if entry is not None and entry["ref"] is not None:
+                refs[feature.identifier] = self._signer.sign(
+                    to_ref(entry["ref"]), metadata=metadata_of(feature) or {}, cache_salt=request.cache_salt
+                )
+        return PrefillResult(
+            handoff=KVHandoff(params=output.kv_transfer_params, lease_s=self._lease_s),
+            token_ids=tuple(output.outputs[0].token_ids),
+            items=tuple(_report(feature, announced.get(feature.identifier), output) for feature in request.features),
+            refs=refs,
+            num_cached_tokens=output.num_cached_tokens or 0,
+            prefill_s=prefill_s,
+            prompt_logprobs=wire_logprobs(output.prompt_logprobs),
+        )
+
+    def __del__(self) -> None:
+        if hasattr(self, "_engine"):  # the constructor may have failed
+            self._engine.close()
+
+
+def _report(feature: Feature, entry: dict[str, Any] | None, output: RequestOutput) -> ItemReport:
+    """How this item's encoding got here; the prefix cache wins where it covered every one of its tokens."""
+    if feature.placeholder.end <= (output.num_cached_tokens or 0):
+        return ItemReport(feature.identifier, ItemProvenance.PREFIX_CACHE)
+    if entry is None:
+        raise EngineFault("prefill did not report where an item came from", hashes=[feature.identifier])
+    return ItemReport(feature.identifier, _PROVENANCE[entry["source"]], entry["transfer_s"])
+
+
+def _prefill_sampling(request: PrefillRequest, ec_params: dict[str, Any]) -> SamplingParams:
+    """One token of the client's sampling: prefill's own answer is not used, only its KV blocks and prompt logprobs."""
+    sampling = decode_sampling(request.sampling)
+    sampling.max_tokens = 1
+    sampling.min_tokens = 0
+    sampling.n = 1
+    sampling.stop = []
+    sampling.stop_token_ids = []
+    sampling.logprobs = None
+    sampling.structured_outputs = None
+    sampling.detokenize = sampling.prompt_logprobs is not None
+    sampling.output_kind = RequestOutputKind.FINAL_ONLY
+    extra = dict(sampling.extra_args or {})
+    extra["kv_transfer_params"] = {"do_remote_decode": True, "do_remote_prefill": False}
+    sampling.extra_args = extra | ({"ec_transfer_params": ec_params} if ec_params else {})
+    return sampling
