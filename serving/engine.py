@@ -161,7 +161,7 @@ class Engine:
             raise InvalidRequest(str(error)) from error
 
     async def run_to_end(
-        self, prompt: EngineInput, sampling: SamplingParams, request_id: str, **options: Any
+        self, prompt: EngineInput, sampling: SamplingParams, request_id: str, *, priority: int = 0
     ) -> RequestOutput:
         """The last output of a request."""
         last: RequestOutput | None = None

@@ -1,0 +1,229 @@
+"""The pipeline over fake stages: what is sent where, and what a failure costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import aclosing
+
+import msgspec
+import pytest
+
+from serving.errors import (
+    EncodingUnavailable,
+    FeatureDataRequired,
+    HandoffExpired,
+    InvalidFeature,
+    MultiModalCacheMiss,
+    Overloaded,
+)
+from serving.limits import Limits
+from serving.pipeline import Pipeline, PipelineRequest, Report, encode_request
+from serving.protocol import (
+    DecodeChunk,
+    Feature,
+    ItemProvenance,
+    Metadata,
+    Placeholder,
+    Tensors,
+    encode,
+)
+from tests.fakes import FakeDecoder, FakeEncoder, FakePrefiller, ref_for
+
+GRID = {"image_grid_thw": [1, 4, 4]}
+
+
+def image(identifier: str, offset: int, *, payload: Tensors | Metadata | None | str = "tensors") -> Feature:
+    tensors = Tensors(frames=(b"x" * 10_000,), metadata=GRID, info={})
+    return Feature("image", identifier, Placeholder(offset, 4), tensors if payload == "tensors" else payload)  # type: ignore[arg-type]
+
+
+def request(*features: Feature, **changes: object) -> PipelineRequest:
+    base = PipelineRequest("r", tuple(range(32)), features, b"sampling")
+    return msgspec.structs.replace(base, **changes)
+
+
+class Stages:
+    def __init__(self, *, lease_s: float = 30.0, prefill_takes_s: float = 0.0, refuse: Exception | None = None) -> None:
+        self.now = 0.0
+        self.encoder = FakeEncoder()
+        self.prefiller = FakePrefiller(lease_s=lease_s, on_prefill=lambda: self._pass(prefill_takes_s))
+        self.decoder = FakeDecoder()
+        self.limits = Limits(max_running=2, max_waiting=0)
+        self._refuse = refuse
+        self.pipeline = Pipeline(
+            self.encoder,
+            self.prefiller,
+            self.decoder,
+            check=self._check,
+            limits=self.limits,
+            handoff_margin_s=5.0,
+            clock=lambda: self.now,
+        )
+
+    def _pass(self, seconds: float) -> None:
+        self.now += seconds
+
+    def _check(self, request: PipelineRequest) -> None:
+        if self._refuse is not None:
+            raise self._refuse
+
+    async def run(self, request: PipelineRequest) -> tuple[Report, Sequence[DecodeChunk]]:
+        report: Report | None = None
+        chunks = []
+        async with aclosing(self.pipeline.generate(request)) as outputs:
+            async for output in outputs:
+                if isinstance(output, Report):
+                    assert report is None
+                    assert not chunks
+                    report = output
+                else:
+                    chunks.append(output)
+        assert report is not None
+        return report, chunks
+
+
+async def test_text_skips_the_encoder_and_resolve() -> None:
+    stages = Stages()
+    report, chunks = await stages.run(request())
+    assert [c.text for c in chunks] == ["w0", "w1"]
+    assert (stages.encoder.requests, stages.prefiller.resolves, report.items) == ([], [], ())
+    assert stages.decoder.rejected == []
+
+
+async def test_each_distinct_item_is_encoded_once_and_pixels_stay_there() -> None:
+    stages = Stages()
+    report, _ = await stages.run(request(image("a", 2), image("b", 8), image("a", 20)))
+    assert sorted(r.feature.identifier for r in stages.encoder.requests) == ["a", "b"]
+    assert [i.provenance for i in report.items] == [ItemProvenance.ENCODED] * 3
+    assert len(encode(stages.prefiller.requests[0])) < 8_192
+    assert len(encode(stages.decoder.requests[0])) < 8_192
+    assert all(f.payload == Metadata(GRID) for f in stages.decoder.requests[0].features)
+
+
+async def test_a_repeated_item_is_asked_of_prefill_and_not_encoded() -> None:
+    stages = Stages()
+    await stages.run(request(image("a", 2)))
+    report, _ = await stages.run(request(image("a", 2)))
+    assert len(stages.encoder.requests) == 1
+    assert report.items[0].provenance is ItemProvenance.PREFILL_SLAB
+
+
+async def test_an_item_prefill_lost_is_asked_of_the_encoder_without_tensors() -> None:
+    stages = Stages()
+    await stages.run(request(image("a", 2)))
+    stages.prefiller.slab.clear()
+    report, _ = await stages.run(request(image("a", 2)))
+    assert isinstance(stages.encoder.requests[1].feature.payload, Metadata)
+    assert len(stages.encoder.requests) == 2
+    assert report.items[0].provenance is ItemProvenance.ENCODER_SLAB
+
+
+async def test_an_encoder_that_forgot_is_sent_the_tensors() -> None:
+    stages = Stages()
+    await stages.run(request(image("a", 2)))
+    stages.prefiller.slab.clear()
+    stages.encoder.held.clear()
+    report, _ = await stages.run(request(image("a", 2)))
+    assert isinstance(stages.encoder.requests[2].feature.payload, Tensors)
+    assert report.items[0].provenance is ItemProvenance.ENCODED
+
+
+@pytest.mark.parametrize("error", [EncodingUnavailable, MultiModalCacheMiss])
+async def test_a_lost_encoding_is_made_once_more(error: type[EncodingUnavailable | MultiModalCacheMiss]) -> None:
+    stages = Stages()
+    stages.prefiller.failures = [error("gone", hashes=["a"])]
+    _, chunks = await stages.run(request(image("a", 2)))
+    assert len(stages.prefiller.requests) == 2
+    assert chunks[-1].finished
+    assert stages.prefiller.requests[0].request_id != stages.prefiller.requests[1].request_id
+
+
+async def test_an_encoding_lost_twice_is_reported() -> None:
+    stages = Stages()
+    stages.prefiller.failures = [EncodingUnavailable("gone", hashes=["a"])] * 2
+    with pytest.raises(EncodingUnavailable):
+        await stages.run(request(image("a", 2)))
+    assert stages.limits.running == 0
+
+
+async def test_a_cache_miss_without_tensors_is_not_retried() -> None:
+    stages = Stages()
+    stages.prefiller.failures = [MultiModalCacheMiss("gone", hashes=["a"])]
+    with pytest.raises(MultiModalCacheMiss):
+        await stages.run(request(image("a", 2, payload=None)))
+    assert len(stages.prefiller.requests) == 1
+
+
+async def test_a_refused_request_reaches_no_stage() -> None:
+    stages = Stages(refuse=FeatureDataRequired("no", param="features.image[0]"))
+    with pytest.raises(FeatureDataRequired):
+        await stages.run(request(image("a", 2)))
+    assert stages.encoder.requests == stages.prefiller.requests == []
+
+
+async def test_a_client_reference_is_passed_on_and_not_resolved() -> None:
+    stages = Stages()
+    bare = image("a", 2, payload=Metadata(GRID))
+    report, _ = await stages.run(request(bare, refs={"a": ref_for("a")}))
+    assert stages.prefiller.resolves == []
+    assert stages.prefiller.requests[0].refs == {"a": ref_for("a")}
+    assert report.items[0].provenance is ItemProvenance.ENCODER_SLAB
+
+
+async def test_a_hand_off_past_its_deadline_is_prefilled_again_and_the_first_returned() -> None:
+    stages = Stages(lease_s=8.0, prefill_takes_s=4.0)  # 8 - 5 margin leaves 3 s, prefill alone takes 4
+    with pytest.raises(HandoffExpired):
+        await stages.run(request())
+    assert len(stages.prefiller.requests) == 2
+    assert [h.params["number"] for h in stages.decoder.rejected] == [1, 2]
+    assert stages.decoder.requests == []
+
+
+async def test_decode_finding_it_expired_prefills_again() -> None:
+    stages = Stages()
+    stages.decoder.failures = [HandoffExpired("late")]
+    _, chunks = await stages.run(request())
+    assert chunks[-1].finished
+    assert [h.params["number"] for h in stages.decoder.rejected] == [1]
+
+
+async def test_leaving_before_the_first_chunk_returns_the_hand_off() -> None:
+    stages = Stages()
+    outputs = stages.pipeline.generate(request())
+    assert isinstance(await anext(outputs), Report)
+    await outputs.aclose()
+    assert stages.decoder.open_streams == 0
+    assert stages.limits.running == 0
+    assert stages.decoder.rejected == []  # the report comes with the first chunk: decode has read the blocks
+
+
+async def test_a_decode_failure_returns_the_hand_off() -> None:
+    stages = Stages()
+    stages.decoder.failures = [InvalidFeature("bad")]
+    with pytest.raises(InvalidFeature):
+        await stages.run(request())
+    assert len(stages.decoder.rejected) == 1
+
+
+async def test_a_full_queue_refuses_at_once_and_text_has_its_own() -> None:
+    stages = Stages()
+    async with stages.limits.slot(has_media=True), stages.limits.slot(has_media=True):
+        with pytest.raises(Overloaded) as refused:
+            await stages.run(request(image("a", 2)))
+        assert refused.value.retry_after_s
+        await stages.run(request())
+
+
+async def test_one_failed_item_fails_the_request() -> None:
+    stages = Stages()
+    stages.encoder.failures = [InvalidFeature("bad", param="features.image[0]")]
+    with pytest.raises(InvalidFeature):
+        await stages.run(request(image("a", 2), image("b", 8)))
+    assert stages.prefiller.requests == []
+
+
+@pytest.mark.parametrize(("offset", "expected", "moved"), [(0, (0, 1, 2, 3, 4), 0), (28, (27, 28, 29, 30, 31), 1)])
+def test_an_items_own_prompt_stays_inside_the_whole_one(offset: int, expected: tuple[int, ...], moved: int) -> None:
+    own = encode_request(request(), image("a", offset), timeout_s=None)
+    assert own.token_ids == expected
+    assert own.feature.placeholder.offset == moved
