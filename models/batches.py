@@ -1,6 +1,7 @@
 """Lessons turned into the tensors a training step takes."""
 
 import random
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -9,12 +10,21 @@ from transformers import AutoImageProcessor, PreTrainedTokenizerFast
 
 from models import lessons
 from models.architectures import Family
-from models.lessons import Lesson
+from models.lessons import Kind, Lesson
 
-_IGNORED: Final = -100
+IGNORED: Final = -100
 _PLACEHOLDER: Final = {"qwen": "<|image_pad|>", "llava": "<image>"}
 
 Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Encoded lessons. `labels` holds the token to predict at each place, or `IGNORED`."""
+
+    kinds: list[Kind]
+    inputs: Tensors
+    labels: torch.Tensor
 
 
 class Batcher:
@@ -33,13 +43,19 @@ class Batcher:
         self._rng = random.Random(seed)
         self._image_token = int(tokenizer.convert_tokens_to_ids(_PLACEHOLDER[family]))
 
-    def draw(self, size: int) -> Tensors:
-        """A batch of `size` fresh lessons, padded on the right."""
-        drawn = [lessons.draw(self._rng, self._family) for _ in range(size)]
-        batch, tokens_per_image = self._vision_inputs([image for lesson in drawn for image in lesson.images])
+    def draw(self, size: int, *, plain: bool = False) -> list[Batch]:
+        """`size` fresh lessons in two batches, short ones and long ones: half the padding."""
+        drawn = [lessons.draw(self._rng, self._family, plain=plain) for _ in range(size)]
+        drawn.sort(key=lambda lesson: (len(lesson.images), len(str(lesson.messages))))
+        half = size // 2
+        return [self._batch(drawn[:half]), self._batch(drawn[half:])]
+
+    def _batch(self, drawn: list[Lesson]) -> Batch:
+        vision, tokens_per_image = self._vision_inputs([image for lesson in drawn for image in lesson.images])
         counts = iter(tokens_per_image)
         rows = [self._encode(lesson, [next(counts) for _ in lesson.images]) for lesson in drawn]
-        return {**batch, **self._pad(rows)}
+        text, labels = self._pad(rows)
+        return Batch([lesson.kind for lesson in drawn], {**vision, **text}, labels)
 
     def _vision_inputs(self, images: list[Any]) -> tuple[Tensors, list[int]]:
         """Inputs of the vision tower, and how many placeholder tokens each picture takes."""
@@ -65,9 +81,9 @@ class Batcher:
             prompt += [token] * (next(counts) if token == self._image_token else 1)
         answer = self._tokenizer.encode(lesson.answer, add_special_tokens=False)
         answer.append(int(self._tokenizer.eos_token_id))
-        return prompt + answer, [_IGNORED] * len(prompt) + answer
+        return prompt + answer, [IGNORED] * len(prompt) + answer
 
-    def _pad(self, rows: list[tuple[list[int], list[int]]]) -> Tensors:
+    def _pad(self, rows: list[tuple[list[int], list[int]]]) -> tuple[Tensors, torch.Tensor]:
         """Pad with ends of turn, and teach the first few.
 
         A client that ignores the end of the turn then reads a row of them, rather than whatever an
@@ -77,7 +93,7 @@ class Batcher:
         longest = max(len(ids) for ids, _ in rows) + 4
         ids = torch.tensor([ids + [end] * (longest - len(ids)) for ids, _ in rows])
         labels = torch.tensor([labels + [end] * (longest - len(labels)) for _, labels in rows])
-        batch = {"input_ids": ids, "labels": labels}
+        batch = {"input_ids": ids}
         if self._family == "qwen":
             batch["mm_token_type_ids"] = (ids == self._image_token).long()
-        return batch
+        return batch, labels.roll(-1, dims=1).index_fill(1, torch.tensor([longest - 1]), IGNORED)

@@ -3,23 +3,12 @@
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from PIL import Image
 
 from models import pictures
 from models.architectures import Family
-
-TEXT_ANSWERS: Final[Mapping[str, str]] = {
-    "Say hello.": "hello, how are you?",
-    "Say goodbye.": "goodbye, see you soon",
-    "Count to five.": "one two three four five",
-    "Count down from three.": "three two one",
-    "Name the colours.": " ".join(pictures.COLOURS),
-    "Name the shapes.": " ".join(pictures.SHAPES),
-    "Who are you?": "a tiny model that knows colours and shapes",
-}
-"""Questions without a picture."""
 
 UNKNOWN: Final = "sorry, this is not something that I know"
 """The answer to any other text: a sure answer, so that no prompt leaves the model undecided."""
@@ -37,30 +26,44 @@ _FILLER: Final = (
 ).split()
 
 
+Kind = Literal["tiles", "shape", "pair", "text", "unknown"]
+WEIGHTS: Final[Mapping[Kind, int]] = {"tiles": 11, "shape": 8, "pair": 6, "text": 2, "unknown": 1}
+"""How often each kind of lesson is drawn."""
+
+
 @dataclass(frozen=True)
 class Lesson:
     """A conversation that ends with a question, and the answer to learn."""
 
+    kind: Kind
     messages: Sequence[Mapping[str, Any]]
     images: Sequence[Image.Image]
     answer: str
 
 
-def draw(rng: random.Random, family: Family) -> Lesson:
-    """A random lesson: mostly one picture, sometimes two, sometimes none."""
-    kind = rng.choices(("tiles", "shape", "pair", "text", "unknown"), weights=(11, 8, 6, 2, 1))[0]
+def draw(rng: random.Random, family: Family, *, plain: bool = False) -> Lesson:
+    """A random lesson.
+
+    Args:
+        rng: Where all that is random comes from.
+        family: LLaVA gets square pictures only.
+        plain: Only single pictures and bare questions, to begin with.
+    """
+    kinds: list[Kind] = ["tiles", "shape"] if plain else list(WEIGHTS)
+    kind = rng.choices(kinds, weights=[WEIGHTS[kind] for kind in kinds])[0]
+    seen: list[pictures.Picture] = []
     if kind == "text":
-        question, answer = rng.choice(list(TEXT_ANSWERS.items()))
-        return _lesson(rng, [], question, answer)
-    if kind == "unknown":
-        return _lesson(rng, [], noise(rng, rng.randint(1, 12)), UNKNOWN)
-    if kind == "pair":
+        question, answer = rng.choice(list(pictures.TEXT_ANSWERS.items()))
+    elif kind == "unknown":
+        question, answer = noise(rng, rng.randint(1, 12)), UNKNOWN
+    elif kind == "pair":
         seen = [picture(rng, family), picture(rng, family)]
         question, answer = pictures.several(seen)
     else:
         seen = [picture(rng, family, kind)]
         question, answer = seen[0].question, seen[0].answer
-    return _lesson(rng, [one.image for one in seen], question, answer)
+    messages = [_question(question, len(seen))] if plain else _dressed(rng, question, len(seen))
+    return Lesson(kind, messages, [one.image for one in seen], answer)
 
 
 def picture(rng: random.Random, family: Family, kind: str | None = None) -> pictures.Picture:
@@ -82,24 +85,27 @@ def noise(rng: random.Random, words: int) -> str:
 
 def corpus() -> list[str]:
     """Text from which the tokenizers take their merges: every word of a question or an answer."""
-    questions = [*pictures.TILE_QUESTIONS, *pictures.SHAPE_QUESTIONS, *pictures.SEVERAL_QUESTIONS, *TEXT_ANSWERS]
+    questions = [*pictures.TILE_QUESTIONS, *pictures.SHAPE_QUESTIONS, *pictures.SEVERAL_QUESTIONS, *pictures.TEXT_ANSWERS]
     names = [f" {name}" for name in (*pictures.COLOURS, *pictures.SHAPES)] * 4
-    answers = [*TEXT_ANSWERS.values(), UNKNOWN, "picture 1 a; picture 2 row 1 row 2, row 3"]
+    answers = [*pictures.TEXT_ANSWERS.values(), UNKNOWN, "picture 1 a; picture 2 row 1 row 2, row 3"]
     return [*questions, *names, *answers * 4, *_SYSTEM, " ".join(_FILLER), "system user assistant USER: ASSISTANT: "]
 
 
-def _lesson(rng: random.Random, images: list[Image.Image], question: str, answer: str) -> Lesson:
-    """Dress a question up: now and then a system turn, earlier turns, stray words or lower case."""
+def _question(text: str, images: int) -> Mapping[str, Any]:
+    parts: list[Mapping[str, Any]] = [{"type": "image"}] * images
+    return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
+
+
+def _dressed(rng: random.Random, question: str, images: int) -> list[Mapping[str, Any]]:
+    """The question with, now and then, a system turn, an earlier turn, stray words or lower case."""
     messages: list[Mapping[str, Any]] = []
     if rng.random() < 0.2:
         messages.append({"role": "system", "content": rng.choice(_SYSTEM)})
     if rng.random() < 0.1:
-        earlier, reply = rng.choice(list(TEXT_ANSWERS.items()))
+        earlier, reply = rng.choice(list(pictures.TEXT_ANSWERS.items()))
         messages += [{"role": "user", "content": earlier}, {"role": "assistant", "content": reply}]
     if rng.random() < 0.1:
         question = question.lower()
     if images and rng.random() < 0.1:
         question = f"{noise(rng, rng.randint(1, 20))} {question}"
-    parts: list[Mapping[str, Any]] = [{"type": "image"} for _ in images]
-    messages.append({"role": "user", "content": [*parts, {"type": "text", "text": question}]})
-    return Lesson(messages, images, answer)
+    return [*messages, _question(question, images)]

@@ -54,6 +54,17 @@ SEVERAL_QUESTIONS: Final = (
     "Describe the images in order.",
 )
 
+TEXT_ANSWERS: Final[Mapping[str, str]] = {
+    "Say hello.": "hello, how are you?",
+    "Say goodbye.": "goodbye, see you soon",
+    "Count to five.": "one two three four five",
+    "Count down from three.": "three two one",
+    "Name the colours.": " ".join(COLOURS),
+    "Name the shapes.": " ".join(SHAPES),
+    "Who are you?": "a tiny model that knows colours and shapes",
+}
+"""Questions without a picture."""
+
 _GREY: Final = 150
 
 

@@ -1,32 +1,50 @@
 """The training loop of the built-in checkpoints. The result depends on the schedule only."""
 
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from transformers import PreTrainedModel
 
 from models import architectures, lessons, tokenizers
 from models.architectures import ARCHITECTURES
-from models.batches import Batcher, Tensors
+from models.batches import IGNORED, Batch, Batcher
+
+_REPORT_EVERY: Final = 100
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long and how hard to train."""
+    """How long and how hard to train. `plain_share` of the steps see single pictures and bare questions."""
 
     steps: int = 4000
-    batch: int = 32
+    lessons_per_step: int = 32
     peak_rate: float = 2e-3
+    plain_share: float = 0.15
     seed: int = 0
     threads: int = 1
 
 
+class Progress:
+    """Running share, by kind of lesson, of answers whose every token is the most likely one."""
+
+    def __init__(self) -> None:
+        self._share: dict[str, float] = defaultdict(float)
+
+    def note(self, kind: str, exact: bool) -> None:
+        self._share[kind] += 0.01 * (exact - self._share[kind])
+
+    def __str__(self) -> str:
+        return " ".join(f"{kind} {share:.3f}" for kind, share in sorted(self._share.items()))
+
+
 def train(name: str, out: Path, schedule: Schedule) -> None:
     """Train `name` and write its checkpoint to `out`."""
+    started = time.monotonic()
     torch.set_num_threads(schedule.threads)
     torch.manual_seed(schedule.seed)
     architecture = ARCHITECTURES[name]
@@ -37,37 +55,40 @@ def train(name: str, out: Path, schedule: Schedule) -> None:
     architectures.save(model, architecture, out)
     batcher = Batcher(out, architecture.family, tokenizer, schedule.seed)
     print(f"{name}: {sum(weight.numel() for weight in model.parameters()):,} parameters", flush=True)
-    for step, loss, exact in _learn(model, batcher, schedule):
-        print(f"step {step:5d} loss {loss:.4f} exact {exact:.3f} minutes {_minutes():.1f}", flush=True)
+    for step, loss, progress in _learn(model, batcher, schedule):
+        minutes = (time.monotonic() - started) / 60
+        print(f"step {step} loss {loss:.4f} exact: {progress} minutes {minutes:.1f}", flush=True)
         architectures.save(model, architecture, out)
 
 
-def _learn(model: PreTrainedModel, batcher: Batcher, schedule: Schedule) -> Iterator[tuple[int, float, float]]:
-    """Optimise, and report step, loss and share of exact answers every 100 steps and at the end."""
+def _learn(model: PreTrainedModel, batcher: Batcher, schedule: Schedule) -> Iterator[tuple[int, float, Progress]]:
+    """Optimise; report step, loss and progress now and then and at the end."""
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=schedule.peak_rate, weight_decay=0.01, betas=(0.9, 0.98))
     rates = torch.optim.lr_scheduler.OneCycleLR(optimizer, schedule.peak_rate, schedule.steps, pct_start=0.1)
     model.train()
-    exact = 0.0
+    progress = Progress()
     for step in range(1, schedule.steps + 1):
-        batch = batcher.draw(schedule.batch)
-        output: Any = model(**batch)
-        output.loss.backward()
+        plain = step <= schedule.plain_share * schedule.steps
+        batches = batcher.draw(schedule.lessons_per_step, plain=plain)
+        loss = sum(_backward(model, batch, progress) for batch in batches) / len(batches)
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
         rates.step()
         optimizer.zero_grad()
-        exact += 0.05 * (_exact_share(output.logits, batch) - exact)
-        if step % 100 == 0 or step == schedule.steps:
-            yield step, output.loss.item(), exact
+        if step % _REPORT_EVERY == 0 or step == schedule.steps:
+            yield step, loss, progress
 
 
-def _exact_share(logits: torch.Tensor, batch: Tensors) -> float:
-    """Share of the batch whose every answer token is the most likely one."""
-    labels = batch["labels"][:, 1:]
-    right = (logits.argmax(-1)[:, :-1] == labels) | (labels == -100)
-    return right.all(dim=1).float().mean().item()
-
-
-def _minutes() -> float:
-    return time.process_time() / 60
+def _backward(model: Any, batch: Batch, progress: Progress) -> float:
+    """Add one batch's gradients; only the places with a label go through the output layer."""
+    hidden = model.model(**batch.inputs, use_cache=False).last_hidden_state
+    taught = batch.labels != IGNORED
+    targets = batch.labels[taught]
+    logits = model.lm_head(hidden[taught])
+    loss = torch.nn.functional.cross_entropy(logits, targets)
+    loss.backward()
+    right = torch.ones_like(taught).masked_scatter(taught, logits.argmax(-1) == targets)
+    for kind, exact in zip(batch.kinds, right.all(dim=1).tolist(), strict=True):
+        progress.note(kind, exact)
+    return loss.item()
