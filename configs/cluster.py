@@ -14,6 +14,7 @@ __all__ = ["ClusterConfig", "EncodingTransferConfig", "MediaConfig"]
 
 MAKE_SECRET = "openssl rand -hex 32 > FILE"
 _MIN_SECRET_BYTES = 16
+_NO_DOMAIN = "media-urls-are-off.invalid"
 Port = Annotated[int, Field(ge=1024, le=65535)]
 
 
@@ -62,7 +63,8 @@ class MediaConfig(Frozen):
     allowed_domains: tuple[str, ...] = Field(
         (),
         description="Hosts from which media URLs may be fetched. Empty: only data URLs and uploads, since a server "
-        "that fetches any URL reaches private services (SSRF). Redirects are checked against the same list.",
+        "that fetches any URL reaches private services (SSRF). Redirects are not followed: their targets would go "
+        "unchecked.",
     )
     fetch_timeout_s: Annotated[int, Field(ge=1)] = Field(
         5, description="Longest wait for one media URL, in whole seconds: the request waits meanwhile."
@@ -75,6 +77,11 @@ class MediaConfig(Frozen):
         description="Largest image in pixels, checked from its header before it is decoded (decompression bombs). "
         "The default is 32 megapixels, about 3 s of render time on one core.",
     )
+
+    @property
+    def engine_domains(self) -> list[str]:
+        """vLLM's `allowed_media_domains`. vLLM takes an empty list for "any", so ours becomes one that matches nothing."""
+        return [domain.lower() for domain in self.allowed_domains] or [_NO_DOMAIN]
 
 
 class ClusterConfig(Frozen):
@@ -94,7 +101,7 @@ class ClusterConfig(Frozen):
     side_channel_port_range: tuple[Port, Port] | None = Field(
         None,
         description="First and last port for side channels, both included. Left out, the system picks free ports, "
-        "which firewalls between nodes refuse. Each replica on a node takes three.",
+        "which firewalls between nodes refuse. Allow eight for each replica on a node.",
     )
     peer_networks: tuple[str, ...] = Field(
         ("127.0.0.0/8",),
@@ -172,8 +179,8 @@ class ClusterConfig(Frozen):
     def _ranges(self) -> Self:
         if self.side_channel_port_range is not None:
             first, last = self.side_channel_port_range
-            if last - first < 2:
-                raise ValueError(f"side_channel_port_range [{first}, {last}] must span at least three ports")
+            if last < first:
+                raise ValueError(f"side_channel_port_range [{first}, {last}]: the first port must not exceed the last")
         if not self.clock_skew_s < self.handoff_margin_s < self.kv_lease_s:
             raise ValueError(
                 f"expected clock_skew_s ({self.clock_skew_s:g}) < handoff_margin_s ({self.handoff_margin_s:g}) "

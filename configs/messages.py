@@ -14,6 +14,22 @@ __all__ = ["describe"]
 _SYMBOLS = {"greater_than_equal": ">=", "greater_than": ">", "less_than_equal": "<=", "less_than": "<"}
 _BOUNDS = {"greater_than_equal": "ge", "greater_than": "gt", "less_than_equal": "le", "less_than": "lt"}
 
+_EXPECTED = {
+    "tuple_type": "a list",
+    "model_type": "keys with values",
+    "dict_type": "keys with values",
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "string_type": "text",
+    "byte_size": "bytes, such as 67108864 or 64MiB",
+    "byte_size_unit": "bytes with a unit such as KiB, MiB or GiB",
+}
+
 
 def describe(error: ValidationError, root: type[BaseModel], prefix: str = "") -> str:
     """One line per mistake, such as `models[0].prefill.num_replicas: must be >= 1, got 0`.
@@ -35,6 +51,10 @@ def _line(details: ErrorDetails, root: type[BaseModel], prefix: str) -> str:
         text = "required, but missing"
     elif kind in _SYMBOLS:
         text = f"must be {_SYMBOLS[kind]} {context[_BOUNDS[kind]]}, got {_shown(details['input'])}"
+    elif kind in _EXPECTED:
+        text = f"expected {_EXPECTED[kind]}, got {_shown(details['input'])}"
+    elif kind == "literal_error":
+        text = f"must be one of {context['expected']}, got {_shown(details['input'])}"
     elif kind == "value_error":
         text = str(context["error"])
     else:
