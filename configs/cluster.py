@@ -80,7 +80,7 @@ class MediaConfig(Frozen):
 
     @property
     def engine_domains(self) -> list[str]:
-        """vLLM's `allowed_media_domains`. vLLM takes an empty list for "any", so ours becomes one that matches nothing."""
+        """vLLM's `allowed_media_domains`: there an empty list means any, so ours becomes one that matches nothing."""
         return [domain.lower() for domain in self.allowed_domains] or [_NO_DOMAIN]
 
 
