@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -24,8 +24,7 @@ from transformers import (
 )
 
 from models import tokenizers
-
-Family = Literal["qwen", "llava"]
+from models.lessons import Family
 
 _HIDDEN: Final = 128
 _MAX_POSITIONS: Final = 8192

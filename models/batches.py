@@ -9,8 +9,7 @@ import torch
 from transformers import AutoImageProcessor, PreTrainedTokenizerFast
 
 from models import lessons
-from models.architectures import Family
-from models.lessons import Kind, Lesson
+from models.lessons import Family, Kind, Lesson
 
 IGNORED: Final = -100
 _PLACEHOLDER: Final = {"qwen": "<|image_pad|>", "llava": "<image>"}
@@ -72,9 +71,7 @@ class Batcher:
 
     def _encode(self, lesson: Lesson, tokens_per_image: list[int]) -> tuple[list[int], list[int]]:
         """Token ids of one lesson and its labels: the answer and the end of the turn."""
-        text = self._tokenizer.apply_chat_template(
-            list(lesson.messages), tokenize=False, add_generation_prompt=True
-        )
+        text = self._tokenizer.apply_chat_template(list(lesson.messages), tokenize=False, add_generation_prompt=True)
         counts = iter(tokens_per_image)
         prompt: list[int] = []
         for token in self._tokenizer.encode(text, add_special_tokens=False):

@@ -8,7 +8,6 @@ from typing import Any, Final, Literal
 from PIL import Image
 
 from models import pictures
-from models.architectures import Family
 
 UNKNOWN: Final = "sorry, this is not something that I know"
 """The answer to any other text: a sure answer, so that no prompt leaves the model undecided."""
@@ -23,9 +22,10 @@ _FILLER: Final = (
     " day same another know while last might us great old year off come since go against came right used take"
     " please tell image request test prompt token write story poem translate explain summarise city capital"
     " France weather number code Python function quick brown fox jumps lazy dog describe detail lorem ipsum dolor"
-).split()
+)
 
 
+Family = Literal["qwen", "llava"]
 Kind = Literal["tiles", "shape", "pair", "text", "unknown"]
 WEIGHTS: Final[Mapping[Kind, int]] = {"tiles": 11, "shape": 8, "pair": 6, "text": 2, "unknown": 1}
 """How often each kind of lesson is drawn."""
@@ -80,15 +80,20 @@ def picture(rng: random.Random, family: Family, kind: str | None = None) -> pict
 
 def noise(rng: random.Random, words: int) -> str:
     """Words without sense."""
-    return " ".join(rng.choice(_FILLER) for _ in range(words))
+    return " ".join(rng.choices(_FILLER.split(), k=words))
 
 
 def corpus() -> list[str]:
     """Text from which the tokenizers take their merges: every word of a question or an answer."""
-    questions = [*pictures.TILE_QUESTIONS, *pictures.SHAPE_QUESTIONS, *pictures.SEVERAL_QUESTIONS, *pictures.TEXT_ANSWERS]
+    questions = [
+        *pictures.TILE_QUESTIONS,
+        *pictures.SHAPE_QUESTIONS,
+        *pictures.SEVERAL_QUESTIONS,
+        *pictures.TEXT_ANSWERS,
+    ]
     names = [f" {name}" for name in (*pictures.COLOURS, *pictures.SHAPES)] * 4
     answers = [*pictures.TEXT_ANSWERS.values(), UNKNOWN, "picture 1 a; picture 2 row 1 row 2, row 3"]
-    return [*questions, *names, *answers * 4, *_SYSTEM, " ".join(_FILLER), "system user assistant USER: ASSISTANT: "]
+    return [*questions, *names, *answers * 4, *_SYSTEM, _FILLER, "system user assistant USER: ASSISTANT: "]
 
 
 def _question(text: str, images: int) -> Mapping[str, Any]:

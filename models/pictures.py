@@ -5,7 +5,7 @@ one of 3x2 cover the same area, so a model that is given the wrong picture grid 
 groups the colours into the wrong rows: position mistakes show in the words.
 
 >>> tiles(0, layout=(2, 2)).answer
-'row 1 yellow blue, row 2 black yellow'
+'row 1 white purple, row 2 blue black'
 """
 
 import random
@@ -133,9 +133,7 @@ def _shade(rng: random.Random, colour: Rgb) -> Rgb:
     return red, green, blue
 
 
-def _draw_shape(
-    draw: ImageDraw.ImageDraw, kind: str, centre: tuple[float, float], radius: float, colour: Rgb
-) -> None:
+def _draw_shape(draw: ImageDraw.ImageDraw, kind: str, centre: tuple[float, float], radius: float, colour: Rgb) -> None:
     x, y = centre
     if kind == "circle":
         draw.ellipse((x - radius, y - radius, x + radius, y + radius), fill=colour)

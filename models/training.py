@@ -91,4 +91,4 @@ def _backward(model: Any, batch: Batch, progress: Progress) -> float:
     right = torch.ones_like(taught).masked_scatter(taught, logits.argmax(-1) == targets)
     for kind, exact in zip(batch.kinds, right.all(dim=1).tolist(), strict=True):
         progress.note(kind, exact)
-    return loss.item()
+    return float(loss.item())
