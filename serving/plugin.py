@@ -1,9 +1,9 @@
 """The vLLM plugin: remedies that must be in place inside every process vLLM starts.
 
 vLLM loads the `vllm.general_plugins` entry points in the front end, in each EngineCore and in each
-worker, before any of them builds a model. This is the project's one file that changes other libraries'
-behaviour; each remedy says what breaks without it and does nothing where it is not needed. `register`
-may be called any number of times.
+worker, before any of them builds a model. This file and `torchvision_ops.py` are the only ones that change other
+libraries' behaviour; each remedy says what breaks without it and does nothing where it is not needed. `register` may
+be called any number of times.
 """
 
 from __future__ import annotations
@@ -16,56 +16,22 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from serving import torchvision_ops
+
 logger = logging.getLogger(__name__)
 
 NIXL_PROGRESS_DELAY_FLOOR_US = 10_000
 """Least time between two wake-ups of NIXL's progress thread. At the Python default of 0 the thread spins on
 a whole core for every agent; at 10 ms it costs 0.35 % of one (at 1 ms 2-3 %) and still wakes on events."""
 
-_TORCHVISION_OPS = ("nms", "qnms")
 _NIXL_API_MODULES = ("nixl_cu12._api", "nixl_cu13._api")
-_kept: list[Any] = []  # torch.library.Library objects undo their definitions when collected
 
 
 def register() -> None:
     """Apply every remedy this process needs. Called by vLLM through the entry point."""
-    _declare_torchvision_ops()
+    torchvision_ops.declare_on_import()
     _request_amx_permission()
     _floor_nixl_progress_delay()
-
-
-def _declare_torchvision_ops() -> None:
-    """Let torchvision's pure-Python half import beside a CPU-only torch.
-
-    PyPI's torchvision is a CUDA build. Its compiled ops do not load beside a CPU torch, and `import torchvision`
-    then fails while it registers fake kernels for ops that nobody declared. transformers' Qwen-VL video
-    processors need the import, none of them needs the ops.
-    """
-    import torch
-
-    if torch.version.cuda is not None or "torchvision" in sys.modules or _kept:
-        return
-    if importlib.util.find_spec("torchvision") is None:
-        return
-    sys.meta_path.insert(0, _TorchvisionFinder())
-
-
-class _TorchvisionFinder(MetaPathFinder):
-    """Declares the ops just before the first import of torchvision, then steps aside."""
-
-    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        if fullname != "torchvision":
-            return None
-        sys.meta_path.remove(self)
-        import torch
-
-        missing = [op for op in _TORCHVISION_OPS if not hasattr(torch.ops.torchvision, op)]
-        if missing:
-            library: Any = torch.library.Library("torchvision", "FRAGMENT")
-            for op in missing:
-                library.define(f"{op}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-            _kept.append(library)
-        return importlib.util.find_spec(fullname)
 
 
 def _request_amx_permission() -> None:
