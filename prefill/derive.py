@@ -1,0 +1,66 @@
+"""A model's family from its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from prefill.families import Family, Llava, QwenVL
+
+__all__ = ["family_of"]
+
+
+def family_of(config: Mapping[str, Any], *, prunes_video: bool = False) -> Family | None:
+    """The family of a model, from its `config.json` as a mapping (`hf_config.to_dict()`).
+
+    Returns:
+        None when no family here fits; admission then says which checks were not possible.
+
+    Raises:
+        KeyError: The config names a known model type but lacks one of its numbers.
+    """
+    match config["model_type"]:
+        case "qwen2_vl" | "qwen2_5_vl" | "qwen3_vl" | "qwen3_vl_moe":
+            return _qwen_of(config, prunes_video)
+        case "llava":
+            return _llava_of(config)
+        case _:
+            return None
+
+
+def _qwen_of(config: Mapping[str, Any], prunes_video: bool) -> QwenVL:
+    kind, vision = config["model_type"], config["vision_config"]
+    channels = vision["in_chans"] if "in_chans" in vision else vision.get("in_channels", 3)
+    beside_grid = {"qwen2_5_vl": {"second_per_grid_ts"}, "qwen3_vl": {"timestamps"}, "qwen3_vl_moe": {"timestamps"}}
+    framed = kind.startswith("qwen3")
+    return QwenVL(
+        name=kind,
+        merge_size=vision["spatial_merge_size"],
+        patch_dim=channels * vision["temporal_patch_size"] * vision["patch_size"] ** 2,
+        image_token_id=config["image_token_id"],
+        video_token_id=config["video_token_id"],
+        video_fields=frozenset({"video_grid_thw"} | beside_grid.get(kind, set())),
+        tokens_per_second=float(vision.get("tokens_per_second", 1.0)),
+        frame_markers=(config["vision_start_token_id"], config["vision_end_token_id"]) if framed else None,
+        prunes_video=prunes_video,
+    )
+
+
+def _llava_of(config: Mapping[str, Any]) -> Llava | None:
+    """CLIP puts one class row before its patches, SigLIP none; the `default` strategy drops the first row.
+
+    Pixtral towers follow the image's shape and interleave break tokens: no fixed layout, hence no family here.
+    """
+    vision = config["vision_config"]
+    class_rows = {"clip_vision_model": 1, "siglip_vision_model": 0}.get(vision["model_type"])
+    dropped_rows = {"default": 1, "full": 0}.get(config["vision_feature_select_strategy"])
+    if class_rows is None or dropped_rows is None:
+        return None
+    patches = (vision["image_size"] // vision["patch_size"]) ** 2
+    token = config["image_token_index"] if "image_token_index" in config else config["image_token_id"]
+    return Llava(
+        rows=patches + class_rows - dropped_rows,
+        image_token_id=token,
+        image_size=vision["image_size"],
+        channels=vision.get("num_channels", 3),
+    )

@@ -1,0 +1,223 @@
+"""What is there of each item, and whether its parts agree with each other and with the prompt."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from prefill.families import FieldError
+from prefill.layout import NamedFeature, placed
+from prefill.requirement import FeatureRequirement, Need
+from serving.errors import FeatureDataRequired, ItemTooLarge, MetadataMismatch, Unsupported
+from serving.protocol import EncodingRef, Metadata, Placeholder, ResolvedItem, Tensors
+from serving.references import metadata_digest
+
+__all__ = ["Inspected", "Known", "inspect", "known_items"]
+
+_MAX_NUMBERS = 65_536
+"""Numbers in one metadata field. A video's timestamps are the longest; pixels are no metadata."""
+_MAX_DEPTH = 4
+_MAX_NUMBER = 2**53
+"""Beyond it a JSON number is not exact, and no field needs it."""
+
+
+@dataclass(slots=True)
+class Known:
+    """One identifier's parts, merged over its occurrences in the request and what prefill holds."""
+
+    tensors: Tensors | None = None
+    sent_metadata: Mapping[str, Any] | None = None
+    held_metadata: Mapping[str, Any] | None = None
+    held_tensors: bool = False
+    ref: EncodingRef | None = None
+    modality: str = ""
+
+    @property
+    def metadata(self) -> Mapping[str, Any] | None:
+        return self.held_metadata if self.sent_metadata is None else self.sent_metadata
+
+
+@dataclass(frozen=True, slots=True)
+class Inspected:
+    """One occurrence of an item that contradicts nothing."""
+
+    named: NamedFeature
+    known: Known
+    placeholder: Placeholder
+    rows: int
+    time_span: int
+    unchecked: tuple[str, ...]
+
+    @property
+    def identifier(self) -> str:
+        return self.named.feature.identifier
+
+
+def known_items(
+    items: Sequence[NamedFeature], refs: Mapping[str, EncodingRef], held: Mapping[str, ResolvedItem]
+) -> dict[str, Known]:
+    """What is there of each identifier. An identifier stands for one content, however often it occurs.
+
+    Raises:
+        InvalidFeature: Two occurrences differ, or tensors differ from what prefill holds under their identifier.
+        MetadataMismatch: Metadata alone differs from what prefill holds.
+    """
+    known: dict[str, Known] = {}
+    for item in items:
+        feature = item.feature
+        there = known.get(feature.identifier)
+        if there is None:
+            there = known[feature.identifier] = Known(ref=refs.get(feature.identifier), modality=feature.modality)
+            _add_held(there, held.get(feature.identifier))
+        if there.modality != feature.modality:
+            raise item.invalid("its identifier names an item of another modality as well")
+        match feature.payload:
+            case Tensors() as tensors:
+                _add_tensors(item, there, tensors)
+            case Metadata(fields=fields):
+                _add_metadata(item, there, fields)
+    return known
+
+
+def _add_held(there: Known, resolved: ResolvedItem | None) -> None:
+    if resolved is not None:
+        there.held_metadata = resolved.metadata
+        there.held_tensors = resolved.has_tensors
+
+
+def _add_tensors(item: NamedFeature, there: Known, tensors: Tensors) -> None:
+    if there.tensors is not None and there.tensors != tensors:
+        raise item.invalid("its identifier names an item with other tensors as well")
+    if there.held_metadata is not None and there.held_metadata != tensors.metadata:
+        raise item.invalid("its identifier already names an item with other metadata")
+    there.tensors = tensors
+    _add_metadata(item, there, tensors.metadata)
+
+
+def _add_metadata(item: NamedFeature, there: Known, fields: Mapping[str, Any]) -> None:
+    if there.sent_metadata is not None and there.sent_metadata != fields:
+        raise item.invalid("its identifier names an item with other metadata as well")
+    if there.held_metadata is not None and there.held_metadata != fields:
+        raise _mismatch(item, "what prefill holds of the item")
+    there.sent_metadata = fields
+
+
+def inspect(
+    requirement: FeatureRequirement, item: NamedFeature, known: Known, token_ids: Sequence[int], rendered: bool
+) -> Inspected:
+    """Hold the item's parts against each other: range, mask, metadata, tensors, reference.
+
+    Raises:
+        TriptychError: InvalidFeature, FeatureDataRequired, MetadataMismatch, ItemTooLarge or Unsupported.
+    """
+    ref = None if known.tensors is not None else known.ref
+    _check_fields(requirement, item, known, confirmed=ref is not None)
+    if ref is not None and known.metadata is not None and metadata_digest(dict(known.metadata)) != ref.metadata_digest:
+        raise _mismatch(item, "what its reference was issued for")
+    confirmed = rendered or (ref is not None and ref.shape[0] == item.feature.placeholder.length)
+    place = placed(requirement, item, token_ids, dense_is_known=confirmed)
+    rows = place.num_embeds
+    if rows > requirement.max_rows_per_item:
+        message = f"{item.label}: it needs {rows} rows; the encoder cache takes {requirement.max_rows_per_item}"
+        raise ItemTooLarge(message, item.label, [item.feature.identifier])
+    if ref is not None:
+        _check_reference(requirement, item, ref, rows)
+    span, unchecked = _check_family(requirement, item, known, place, token_ids)
+    if known.tensors is not None and "rows" in unchecked and requirement.refuse_unchecked and not rendered:
+        message = f"{item.label}: this server cannot check tensors of {requirement.model}; send the media itself"
+        raise Unsupported(message, item.label, [item.feature.identifier])
+    return Inspected(item, known, place, rows, span, unchecked)
+
+
+def _check_fields(requirement: FeatureRequirement, item: NamedFeature, known: Known, *, confirmed: bool) -> None:
+    """Names and plain values of the metadata.
+
+    Without a family only vLLM's declaration is known, which leaves out what processors keep beside it. There
+    unknown names pass where servers derived the metadata: beside tensors, or confirmed by a reference.
+    """
+    if known.metadata is None:
+        return
+    modality = item.feature.modality
+    required = requirement.required_fields(modality)
+    server_made = requirement.family is None and (confirmed or known.tensors is not None)
+    unknown = known.metadata.keys() - required
+    if unknown and not server_made and known.sent_metadata is not None:
+        raise item.invalid("its metadata holds fields that the model does not declare")
+    for name, value in known.metadata.items():
+        if name in required and _count_numbers(value, _MAX_DEPTH) > _MAX_NUMBERS:
+            raise item.invalid(f"{name} must be a number or a list of numbers")
+    # Tensors are judged by their family: of a declared field some processors make no tensor (`audio_num_tokens`).
+    family = requirement.family
+    needed = required if known.tensors is None else frozenset() if family is None else family.fields(modality)
+    missing = needed - known.metadata.keys()
+    if missing and (known.metadata or known.tensors is not None) and requirement.need(modality) is not Need.NOTHING:
+        message = f"{item.label}: its metadata lacks {', '.join(sorted(missing))}, which {requirement.model} needs"
+        raise FeatureDataRequired(message, item.label, [item.feature.identifier])
+    if missing and known.tensors is not None:
+        raise item.invalid(f"its tensors lack {', '.join(sorted(missing))}")
+
+
+def _count_numbers(value: Any, depth: int) -> float:
+    """Numbers in nested lists; infinite when anything else is in there, or one is not finite or too large."""
+    if isinstance(value, int | float):
+        return 1 if -_MAX_NUMBER <= value <= _MAX_NUMBER else math.inf
+    if not isinstance(value, list | tuple) or depth == 0 or len(value) > _MAX_NUMBERS:
+        return math.inf
+    total = 0.0
+    for inner in value:
+        total += _count_numbers(inner, depth - 1)
+        if total > _MAX_NUMBERS:
+            return math.inf
+    return total
+
+
+def _check_reference(requirement: FeatureRequirement, item: NamedFeature, ref: EncodingRef, rows: int) -> None:
+    if ref.shape[0] != rows:
+        raise item.invalid(f"its range needs {rows} rows; its reference names {ref.shape[0]}")
+    if requirement.row_width is not None and ref.shape[1] != requirement.row_width:
+        raise item.invalid(f"rows of {requirement.model} are {requirement.row_width} wide, not {ref.shape[1]}")
+
+
+def _check_family(
+    requirement: FeatureRequirement,
+    item: NamedFeature,
+    known: Known,
+    place: Placeholder,
+    token_ids: Sequence[int],
+) -> tuple[int, tuple[str, ...]]:
+    """Rows, tensors and tokens by the family's rules: the item's time span, and the checks nobody could make."""
+    modality = item.feature.modality
+    family = requirement.family
+    rows_by_ref = known.tensors is None and known.ref is not None
+    if known.tensors is not None:
+        _refuse_embeddings(item, known.tensors)
+    if family is None:
+        unchecked = () if rows_by_ref else ("rows",)
+        return 0, unchecked if known.tensors is None else (*unchecked, "tensors")
+    fields = known.metadata if known.metadata is not None and family.fields(modality) <= known.metadata.keys() else None
+    try:
+        rows = family.implied_rows(modality, fields)
+        if rows is not None and rows != place.num_embeds:
+            raise item.invalid(f"its range needs {place.num_embeds} rows; its data makes {rows}")
+        if fields is None:
+            return 0, () if rows_by_ref or rows is not None else ("rows",)
+        if known.tensors is not None:
+            family.check_tensors(modality, fields, known.tensors.info)
+        family.check_tokens(modality, fields, token_ids[place.offset : place.end])
+        return family.time_span(modality, fields), () if rows_by_ref or rows is not None else ("rows",)
+    except FieldError as error:
+        raise item.invalid(str(error)) from error
+
+
+def _refuse_embeddings(item: NamedFeature, tensors: Tensors) -> None:
+    """A vision tower that is handed its own output runs no check on it, and a wrong width ends an engine."""
+    if any(name.partition("[")[0].endswith("_embeds") for name in tensors.info):
+        message = f"{item.label}: precomputed embeddings are not taken; send the media, its tensors or a reference"
+        raise Unsupported(message, item.label, [item.feature.identifier])
+
+
+def _mismatch(item: NamedFeature, other: str) -> MetadataMismatch:
+    message = f"{item.label}: its metadata differs from {other}"
+    return MetadataMismatch(message, item.label, [item.feature.identifier])
