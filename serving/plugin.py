@@ -1,7 +1,7 @@
 """The vLLM plugin: remedies that must be in place inside every process vLLM starts.
 
 vLLM loads the `vllm.general_plugins` entry points in the front end, in each EngineCore and in each
-worker, before any of them builds a model. This file and `torchvision_ops.py` are the only ones that change other
+worker, before any of them builds a model. This file and `torch_companions.py` are the only ones that change other
 libraries' behaviour; each remedy says what breaks without it and does nothing where it is not needed. `register` may
 be called any number of times.
 """
@@ -16,7 +16,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from serving import torchvision_ops
+from serving import torch_companions
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ _NIXL_API_MODULES = ("nixl_cu12._api", "nixl_cu13._api")
 
 def register() -> None:
     """Apply every remedy this process needs. Called by vLLM through the entry point."""
-    torchvision_ops.declare_on_import()
+    torch_companions.watch_imports()
     _request_amx_permission()
     _floor_nixl_progress_delay()
 
