@@ -1,17 +1,25 @@
-"""A model's family from its configuration."""
+"""A model's family and requirement from what vLLM says of it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from prefill.families import Family, Llava, QwenVL
+from prefill.families import BYTES, FLOATS, Family, Llava, QwenVL
 
 __all__ = ["family_of"]
 
 
-def family_of(config: Mapping[str, Any], *, prunes_video: bool = False) -> Family | None:
+def family_of(
+    config: Mapping[str, Any], *, normalizes_on_device: bool | None = None, prunes_video: bool = False
+) -> Family | None:
     """The family of a model, from its `config.json` as a mapping (`hf_config.to_dict()`).
+
+    Args:
+        config: The model's configuration.
+        normalizes_on_device: vLLM's resolved `multimodal_config.mm_device_do_normalize`: then pixels are bytes,
+            and normalized ones would be normalized twice. None when not known, which lets either pass.
+        prunes_video: Whether `video_pruning_rate` is set.
 
     Returns:
         None when no family here fits; admission then says which checks were not possible.
@@ -19,16 +27,17 @@ def family_of(config: Mapping[str, Any], *, prunes_video: bool = False) -> Famil
     Raises:
         KeyError: The config names a known model type but lacks one of its numbers.
     """
+    dtypes = FLOATS | BYTES if normalizes_on_device is None else BYTES if normalizes_on_device else FLOATS
     match config["model_type"]:
         case "qwen2_vl" | "qwen2_5_vl" | "qwen3_vl" | "qwen3_vl_moe":
-            return _qwen_of(config, prunes_video)
+            return _qwen_of(config, dtypes, prunes_video)
         case "llava":
-            return _llava_of(config)
+            return _llava_of(config, dtypes)
         case _:
             return None
 
 
-def _qwen_of(config: Mapping[str, Any], prunes_video: bool) -> QwenVL:
+def _qwen_of(config: Mapping[str, Any], dtypes: frozenset[str], prunes_video: bool) -> QwenVL:
     kind, vision = config["model_type"], config["vision_config"]
     channels = vision["in_chans"] if "in_chans" in vision else vision.get("in_channels", 3)
     beside_grid = {"qwen2_5_vl": {"second_per_grid_ts"}, "qwen3_vl": {"timestamps"}, "qwen3_vl_moe": {"timestamps"}}
@@ -42,11 +51,12 @@ def _qwen_of(config: Mapping[str, Any], prunes_video: bool) -> QwenVL:
         video_fields=frozenset({"video_grid_thw"} | beside_grid.get(kind, set())),
         tokens_per_second=float(vision.get("tokens_per_second", 1.0)),
         frame_markers=(config["vision_start_token_id"], config["vision_end_token_id"]) if framed else None,
+        pixel_dtypes=dtypes,
         prunes_video=prunes_video,
     )
 
 
-def _llava_of(config: Mapping[str, Any]) -> Llava | None:
+def _llava_of(config: Mapping[str, Any], dtypes: frozenset[str]) -> Llava | None:
     """CLIP puts one class row before its patches, SigLIP none; the `default` strategy drops the first row.
 
     Pixtral towers follow the image's shape and interleave break tokens: no fixed layout, hence no family here.
@@ -63,4 +73,5 @@ def _llava_of(config: Mapping[str, Any]) -> Llava | None:
         image_token_id=token,
         image_size=vision["image_size"],
         channels=vision.get("num_channels", 3),
+        pixel_dtypes=dtypes,
     )

@@ -17,9 +17,11 @@ from typing import Any, Protocol
 
 from serving.protocol import TensorInfo
 
-__all__ = ["Family", "FieldError", "Llava", "QwenVL"]
+__all__ = ["BYTES", "FLOATS", "Family", "FieldError", "Llava", "QwenVL"]
 
-_FLOATS = frozenset({"float16", "bfloat16", "float32"})
+FLOATS = frozenset({"float16", "bfloat16", "float32"})
+BYTES = frozenset({"uint8"})
+"""Raw pixels, which the engine normalizes on its device (vLLM's `mm_device_do_normalize`, on where a model can)."""
 _MAX_GRID = 1 << 20
 """Patches along one axis. Far above any image; keeps products of hostile numbers small."""
 
@@ -89,6 +91,7 @@ class QwenVL:
         tokens_per_second: Positions per second of video (Qwen2.5-VL).
         frame_markers: Token ids that open and close each frame of a video (Qwen3-VL), or None where a video's
             range holds nothing but `video_token_id`.
+        pixel_dtypes: Element types the vision tower takes.
         prunes_video: Whether the engine drops video rows (`video_pruning_rate`), so that the grid no longer tells them.
     """
 
@@ -100,6 +103,7 @@ class QwenVL:
     video_fields: frozenset[str] = frozenset({"video_grid_thw"})
     tokens_per_second: float = 1.0
     frame_markers: tuple[int, int] | None = None
+    pixel_dtypes: frozenset[str] = FLOATS | BYTES
     prunes_video: bool = False
 
     def fields(self, modality: str) -> frozenset[str]:
@@ -134,7 +138,7 @@ class QwenVL:
         pixels = "pixel_values" if modality == "image" else "pixel_values_videos"
         patches = math.prod(self._grid(modality, fields))
         _check_names(info, {pixels}, {pixels, *self.fields(modality)})
-        _check_floats(pixels, info[pixels], (patches, self.patch_dim))
+        _check_pixels(pixels, info[pixels], (patches, self.patch_dim), self.pixel_dtypes)
 
     def check_tokens(self, modality: str, fields: Mapping[str, Any], token_ids: Sequence[int]) -> None:
         """A Qwen3-VL video has `t` frames, each `vision_start`, its rows, `vision_end`, after its timestamp.
@@ -189,12 +193,14 @@ class Llava:
         image_token_id: Stands for one row.
         image_size: Pixels along each side.
         channels: Colour channels.
+        pixel_dtypes: Element types the vision tower takes.
     """
 
     rows: int
     image_token_id: int
     image_size: int
     channels: int = 3
+    pixel_dtypes: frozenset[str] = FLOATS | BYTES
     name: str = "llava"
 
     def fields(self, modality: str) -> frozenset[str]:
@@ -214,7 +220,8 @@ class Llava:
 
     def check_tensors(self, modality: str, fields: Mapping[str, Any], info: Mapping[str, TensorInfo]) -> None:
         _check_names(info, {"pixel_values"}, {"pixel_values"})
-        _check_floats("pixel_values", info["pixel_values"], (self.channels, self.image_size, self.image_size))
+        shape = (self.channels, self.image_size, self.image_size)
+        _check_pixels("pixel_values", info["pixel_values"], shape, self.pixel_dtypes)
 
     def check_tokens(self, modality: str, fields: Mapping[str, Any], token_ids: Sequence[int]) -> None:
         return None
@@ -242,8 +249,8 @@ def _check_names(info: Mapping[str, TensorInfo], needed: set[str], known: set[st
         raise FieldError(f"tensors hold more than {', '.join(sorted(known))}")
 
 
-def _check_floats(name: str, tensor: TensorInfo, shape: tuple[int, ...]) -> None:
+def _check_pixels(name: str, tensor: TensorInfo, shape: tuple[int, ...], dtypes: frozenset[str]) -> None:
     if tensor.shape != shape:
         raise FieldError(f"{name} must have shape {shape}")
-    if tensor.dtype.removeprefix("torch.") not in _FLOATS:
-        raise FieldError(f"{name} must be one of {', '.join(sorted(_FLOATS))}")
+    if tensor.dtype not in dtypes:
+        raise FieldError(f"{name} must be {' or '.join(sorted(dtypes))}")
