@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+from prefill.admission import Admission, Admitted, Decision
 from prefill.receiver_cache import ReceiverCache
 from serving.engine import Engine, EngineSettings, to_ref, transfer_params, wire_logprobs
 from serving.engine_input import decode_sampling, to_engine_input
-from serving.errors import EngineFault
+from serving.errors import EngineFault, MultiModalCacheMiss
 from serving.protocol import (
-    EncodingRef,
     Feature,
     ItemProvenance,
     ItemReport,
@@ -32,8 +32,8 @@ from serving.protocol import (
 )
 from serving.references import ReferenceSigner
 
-CheckRequest = Callable[[PrefillRequest, Mapping[str, EncodingRef]], None]
-"""The admission policy over a resolved request and the references that verified."""
+CheckRequest = Callable[[PrefillRequest, Mapping[str, ResolvedItem]], Admission]
+"""The admission policy over a request and what the receiver cache holds of its items."""
 
 _PROVENANCE: dict[str, ItemProvenance | None] = {
     "encoded": ItemProvenance.RECEIVER_CACHE,
@@ -94,50 +94,41 @@ class PrefillServer:
                 was not touched in the first case and goes on in both.
         """
         request = decode(PrefillRequest, data)
-        features = tuple(self._resolved(feature) for feature in request.features)
-        request = msgspec.structs.replace(request, features=features)
-        refs = self._verified(request)
-        self._check(request, refs)
+        admission = self._check(request, self._cache.resolve([f.identifier for f in request.features]))
+        features = tuple(self._filled(item) for item in admission.items)
         for feature in features:
             if feature.payload is not None:
                 self._cache.put(feature.identifier, feature.payload)
+        followed = {name: ref for name, ref in admission.refs.items() if name not in _with_tensors(features)}
         started_at = time.monotonic()
-        used = {
-            f.identifier: refs[f.identifier]
-            for f in features
-            if f.identifier in refs and not isinstance(f.payload, Tensors)
-        }
         output = await self._engine.run_to_end(
             to_engine_input(request.token_ids, features, request.cache_salt),
-            _prefill_sampling(request, transfer_params(used)),
+            _prefill_sampling(request, transfer_params(followed)),
             request.request_id,
             priority=request.priority,
         )
-        return encode(self._result(request, output, time.monotonic() - started_at))
+        return encode(self._result(request, features, output, time.monotonic() - started_at))
 
     async def stats(self) -> dict[str, float]:
         return await self._engine.stats()
 
-    def _resolved(self, feature: Feature) -> Feature:
-        """The feature with what the receiver cache holds, where the request left its payload out."""
-        if feature.payload is not None:
-            return feature
-        return msgspec.structs.replace(feature, payload=self._cache.get(feature.identifier))
+    def _filled(self, item: Admitted) -> Feature:
+        """The item as the engine gets it; its tensors come from the receiver cache where admission counted on them."""
+        if item.decision is not Decision.HELD:
+            return item.feature
+        held = self._cache.get(item.feature.identifier)
+        if not isinstance(held, Tensors):
+            raise MultiModalCacheMiss("the receiver cache has just dropped it", hashes=[item.feature.identifier])
+        return msgspec.structs.replace(item.feature, payload=held)
 
-    def _verified(self, request: PrefillRequest) -> dict[str, EncodingRef]:
-        """The references that are worth something; the others count as absent."""
-        return {
-            name: ref
-            for name, ref in request.refs.items()
-            if ref.identifier == name and self._signer.verify(ref, cache_salt=request.cache_salt)
-        }
-
-    def _result(self, request: PrefillRequest, output: RequestOutput, prefill_s: float) -> PrefillResult:
+    def _result(
+        self, request: PrefillRequest, features: Sequence[Feature], output: RequestOutput, prefill_s: float
+    ) -> PrefillResult:
         if output.kv_transfer_params is None:
             raise EngineFault("prefill finished without KV blocks to hand over")
         announced = output.ec_transfer_params or {}
         refs = {}
-        for feature in request.features:
+        for feature in features:
             entry = announced.get(feature.identifier)
             if entry is not None and entry["ref"] is not None:
                 refs[feature.identifier] = self._signer.sign(
@@ -146,7 +137,7 @@ class PrefillServer:
         return PrefillResult(
             handoff=KVHandoff(params=output.kv_transfer_params, lease_s=self._lease_s),
             token_ids=tuple(output.outputs[0].token_ids),
-            items=tuple(_report(feature, announced.get(feature.identifier), output) for feature in request.features),
+            items=tuple(_report(feature, announced.get(feature.identifier), output) for feature in features),
             refs=refs,
             num_cached_tokens=output.num_cached_tokens or 0,
             prefill_s=prefill_s,
@@ -156,6 +147,10 @@ class PrefillServer:
     def __del__(self) -> None:
         if hasattr(self, "_engine"):  # the constructor may have failed
             self._engine.close()
+
+
+def _with_tensors(features: Sequence[Feature]) -> set[str]:
+    return {feature.identifier for feature in features if isinstance(feature.payload, Tensors)}
 
 
 def _report(feature: Feature, entry: dict[str, Any] | None, output: RequestOutput) -> ItemReport:

@@ -13,7 +13,10 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
+from vllm.config import ModelConfig
+from vllm.distributed.ec_transfer.ec_connector.utils import PlaceholderMetadataResolver
 from vllm.inputs import EngineInput, mm_input, tokens_input
+from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.inputs import (
     MultiModalBatchedField,
     MultiModalFieldElem,
@@ -26,11 +29,12 @@ from vllm.v1.serial_utils import CUSTOM_TYPE_RAW_VIEW, MsgpackDecoder, MsgpackEn
 
 from serving.errors import InvalidFeature, InvalidRequest, Unsupported
 from serving.protocol import Feature, Metadata, Placeholder, TensorInfo, Tensors
+from serving.traits import ModelTraits
 
 MetadataFields = Callable[[str], Collection[str]]
 """Names of the fields that size a modality's placeholder range: `PlaceholderMetadataResolver.fields_for`."""
 
-_MALFORMED = (
+MALFORMED = (
     msgspec.MsgspecError,
     AssertionError,
     AttributeError,
@@ -133,7 +137,7 @@ def decode_item(tensors: Tensors) -> MultiModalKwargsItem:
     decoder = _DataOnlyDecoder(MultiModalKwargsItem)
     try:
         item = decoder.decode([bytearray(frame) for frame in tensors.frames])
-    except _MALFORMED as error:
+    except MALFORMED as error:
         raise InvalidFeature(f"feature tensors do not decode: {type(error).__name__}") from error
     if not isinstance(item, MultiModalKwargsItem):
         raise InvalidFeature("feature tensors do not decode: not an item")
@@ -189,6 +193,20 @@ def decode_sampling(data: bytes) -> SamplingParams:
         return msgspec.msgpack.decode(data, type=SamplingParams)
     except (msgspec.MsgspecError, TypeError, ValueError) as error:
         raise InvalidRequest(f"sampling parameters: {error}", param="sampling_params") from error
+
+
+def traits_of(model_config: ModelConfig) -> ModelTraits:
+    """What admission must know of a model. Creates its processor once: takes up to seconds."""
+    resolver = PlaceholderMetadataResolver(model_config)
+    limits = MULTIMODAL_REGISTRY.create_processor(model_config).info.allowed_mm_limits
+    return ModelTraits(
+        uses_mrope=model_config.uses_mrope,
+        hf_config=model_config.hf_config.to_dict(),
+        metadata_fields={modality: frozenset(resolver.fields_for(modality)) for modality in limits},
+        limits=dict(limits),
+        max_model_len=model_config.max_model_len,
+        vocab_size=model_config.get_vocab_size(),
+    )
 
 
 class _DataOnlyDecoder(MsgpackDecoder):  # type: ignore[misc]

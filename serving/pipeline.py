@@ -31,6 +31,7 @@ from serving.protocol import (
     Placeholder,
     PrefillRequest,
     PrefillResult,
+    ResolvedItem,
     ResolveRequest,
     ResolveResult,
     Tensors,
@@ -38,7 +39,17 @@ from serving.protocol import (
 )
 from serving.recent import Recent
 
-__all__ = ["Decoder", "Encoder", "Pipeline", "PipelineRequest", "Prefiller", "Report", "ReportedItem"]
+__all__ = [
+    "Admission",
+    "Check",
+    "Decoder",
+    "Encoder",
+    "Pipeline",
+    "PipelineRequest",
+    "Prefiller",
+    "Report",
+    "ReportedItem",
+]
 
 _HINTS = 65_536
 """Identifiers remembered per stage. At 32 bytes a name this is a few MiB in each ingress process."""
@@ -95,8 +106,29 @@ class Decoder(Protocol):
     async def reject(self, request_id: str, handoff: KVHandoff) -> None: ...
 
 
-Check = Callable[[PipelineRequest], None]
-"""The admission policy: returns or raises a `TriptychError` that names the item."""
+class Admission(Protocol):
+    """An admitted request; `prefill.admission.Admission` is one."""
+
+    @property
+    def features(self) -> tuple[Feature, ...]:
+        """The items in the request's order, with the payloads that may be used."""
+
+    @property
+    def refs(self) -> dict[str, EncodingRef]:
+        """References worth following."""
+
+    @property
+    def unresolved(self) -> tuple[str, ...]:
+        """Items whose fate depends on what prefill holds."""
+
+
+class Check(Protocol):
+    """The admission policy.
+
+    Called with `held` of None before prefill was asked. Raises the `TriptychError` that the first bad item deserves.
+    """
+
+    def __call__(self, request: PipelineRequest, held: Mapping[str, ResolvedItem] | None) -> Admission: ...
 
 
 class _Encoding(msgspec.Struct, frozen=True):
@@ -157,11 +189,11 @@ class Pipeline:
         Raises:
             TriptychError: As the tree in `serving/errors.py` says.
         """
-        self._check(request)
+        admitted = self._check(request, None)
         deadline = None if request.timeout_s is None else self._clock() + request.timeout_s
         async with self._limits.slot(has_media=bool(request.features)):
             for attempt in range(1, self._attempts + 1):
-                prefilled = await self._prefill(request, deadline)
+                prefilled = await self._prefill(request, admitted, deadline)
                 started = False
                 try:
                     async with aclosing(self._decode(request, prefilled, deadline)) as chunks:
@@ -175,15 +207,21 @@ class Pipeline:
                     if started or attempt == self._attempts:
                         raise
 
-    async def _prefill(self, request: PipelineRequest, deadline: float | None) -> _Prefilled:
+    async def _prefill(self, request: PipelineRequest, admitted: Admission, deadline: float | None) -> _Prefilled:
         """Bring every encoding to prefill and run it; an encoding lost on the way is made once more."""
-        held = await self._resolve(request)
+        held = await self._resolve(request, admitted)
+        if admitted.unresolved:
+            admitted = self._check(request, held)
+        at_hand = {
+            name: _Encoding(item.ref, ItemProvenance.PREFILL_SLAB, item.metadata)
+            for name, item in held.items()
+            if item.ref is not None and item.metadata is not None
+        }
         for attempt in range(1, self._attempts + 1):
             started_at = self._clock()
-            encodings = held | await self._encode_all(request, held, deadline)
+            encodings = at_hand | await self._encode_all(request, admitted.features, at_hand, deadline)
             encode_s = self._clock() - started_at
-            features = tuple(self._for_prefill(feature, encodings) for feature in request.features)
-            refs = dict(request.refs) | {name: e.ref for name, e in encodings.items()}
+            features = tuple(_for_prefill(feature, encodings) for feature in admitted.features)
             sent_at = self._clock()
             try:
                 result = await self._prefiller.prefill(
@@ -191,7 +229,7 @@ class Pipeline:
                         request_id=f"{request.request_id}-p{attempt}",
                         token_ids=request.token_ids,
                         features=features,
-                        refs=refs,
+                        refs=admitted.refs | {name: encoding.ref for name, encoding in encodings.items()},
                         sampling=request.sampling,
                         cache_salt=request.cache_salt,
                         priority=request.priority,
@@ -203,40 +241,40 @@ class Pipeline:
                 again = any(f.identifier in lost and isinstance(f.payload, Tensors) for f in request.features)
                 if not again or attempt == self._attempts:
                     raise
-                held = {name: e for name, e in held.items() if name not in lost}
+                at_hand = {name: encoding for name, encoding in at_hand.items() if name not in lost}
                 continue
-            for feature in request.features:
+            for feature in features:
                 self._at_prefill.add(feature.identifier)
-            report = self._report(request, encodings, result, encode_s)
+            report = _report(features, encodings, result, encode_s)
             return _Prefilled(result, features, report, sent_at + result.handoff.lease_s - self._handoff_margin_s)
         raise AssertionError("the loop returns or raises")
 
-    async def _resolve(self, request: PipelineRequest) -> dict[str, _Encoding]:
-        """Ask prefill for items that came without tensors, and for those it probably still holds."""
-        wanted = {
-            feature.identifier: None
-            for feature in request.features
-            if not isinstance(feature.payload, Tensors) or feature.identifier in self._at_prefill
-        }
-        wanted = {name: None for name in wanted if name not in request.refs}
+    async def _resolve(self, request: PipelineRequest, admitted: Admission) -> dict[str, ResolvedItem]:
+        """Ask prefill for items whose fate depends on it, and for those with tensors that it probably still holds."""
+        hinted = (
+            feature.identifier
+            for feature in admitted.features
+            if isinstance(feature.payload, Tensors) and feature.identifier in self._at_prefill
+        )
+        wanted = tuple(dict.fromkeys((*admitted.unresolved, *hinted)))
         if not wanted:
             return {}
-        answer = await self._prefiller.resolve(ResolveRequest(tuple(wanted), request.cache_salt))
-        return {
-            item.identifier: _Encoding(item.ref, ItemProvenance.PREFILL_SLAB, item.metadata)
-            for item in answer.items
-            if item.ref is not None and item.metadata is not None
-        }
+        answer = await self._prefiller.resolve(ResolveRequest(wanted, request.cache_salt))
+        return {item.identifier: item for item in answer.items}
 
     async def _encode_all(
-        self, request: PipelineRequest, held: Mapping[str, _Encoding], deadline: float | None
+        self,
+        request: PipelineRequest,
+        features: Sequence[Feature],
+        at_hand: Mapping[str, _Encoding],
+        deadline: float | None,
     ) -> dict[str, _Encoding]:
         """Encode every item that has tensors and is not at prefill: one call an item, all at once.
 
         An item that stands twice in the prompt is encoded once. One failure cancels its siblings.
         """
-        items = {f.identifier: f for f in request.features if isinstance(f.payload, Tensors)}
-        missing = [feature for name, feature in items.items() if name not in held]
+        items = {feature.identifier: feature for feature in features if isinstance(feature.payload, Tensors)}
+        missing = [feature for name, feature in items.items() if name not in at_hand]
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._encode(request, feature, deadline)) for feature in missing]
@@ -258,38 +296,11 @@ class Pipeline:
         self._at_encoder.add(feature.identifier)
         return _Encoding(result.ref, result.provenance, result.metadata)
 
-    def _for_prefill(self, feature: Feature, encodings: Mapping[str, _Encoding]) -> Feature:
-        """The feature without pixels, with the metadata that its encoding was announced with."""
-        encoding = encodings.get(feature.identifier)
-        if encoding is None:
-            return feature
-        return msgspec.structs.replace(feature, payload=Metadata(encoding.metadata))
-
     def _forget(self, identifiers: Sequence[str]) -> set[str]:
         for name in identifiers:
             self._at_encoder.discard(name)
             self._at_prefill.discard(name)
         return set(identifiers)
-
-    def _report(
-        self, request: PipelineRequest, encodings: Mapping[str, _Encoding], result: PrefillResult, encode_s: float
-    ) -> Report:
-        items = tuple(
-            ReportedItem(
-                feature.identifier,
-                feature.modality,
-                done.provenance or _sent_provenance(encodings.get(feature.identifier)),
-            )
-            for feature, done in zip(request.features, result.items, strict=True)
-        )
-        return Report(
-            items=items,
-            encode_s=encode_s if request.features else 0.0,
-            ec_transfer_s=max((done.transfer_s for done in result.items), default=0.0),
-            prefill_s=result.prefill_s,
-            num_cached_tokens=result.num_cached_tokens,
-            prompt_logprobs=result.prompt_logprobs,
-        )
 
     async def _decode(
         self, request: PipelineRequest, prefilled: _Prefilled, deadline: float | None
@@ -344,6 +355,35 @@ def encode_request(request: PipelineRequest, feature: Feature, *, timeout_s: flo
         feature=msgspec.structs.replace(feature, placeholder=moved),
         cache_salt=request.cache_salt,
         timeout_s=timeout_s,
+    )
+
+
+def _for_prefill(feature: Feature, encodings: Mapping[str, _Encoding]) -> Feature:
+    """The feature without pixels, with the metadata that its encoding was announced with."""
+    encoding = encodings.get(feature.identifier)
+    if encoding is None:
+        return feature
+    return msgspec.structs.replace(feature, payload=Metadata(encoding.metadata))
+
+
+def _report(
+    features: Sequence[Feature], encodings: Mapping[str, _Encoding], result: PrefillResult, encode_s: float
+) -> Report:
+    items = tuple(
+        ReportedItem(
+            feature.identifier,
+            feature.modality,
+            done.provenance or _sent_provenance(encodings.get(feature.identifier)),
+        )
+        for feature, done in zip(features, result.items, strict=True)
+    )
+    return Report(
+        items=items,
+        encode_s=encode_s if features else 0.0,
+        ec_transfer_s=max((done.transfer_s for done in result.items), default=0.0),
+        prefill_s=result.prefill_s,
+        num_cached_tokens=result.num_cached_tokens,
+        prompt_logprobs=result.prompt_logprobs,
     )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 
 import msgspec
 import pytest
@@ -20,10 +21,12 @@ from serving.limits import Limits
 from serving.pipeline import Pipeline, PipelineRequest, Report, encode_request
 from serving.protocol import (
     DecodeChunk,
+    EncodingRef,
     Feature,
     ItemProvenance,
     Metadata,
     Placeholder,
+    ResolvedItem,
     Tensors,
     encode,
 )
@@ -32,7 +35,7 @@ from tests.fakes import FakeDecoder, FakeEncoder, FakePrefiller, ref_for
 GRID = {"image_grid_thw": [1, 4, 4]}
 
 
-def image(identifier: str, offset: int, *, payload: Tensors | Metadata | None | str = "tensors") -> Feature:
+def image(identifier: str, offset: int, *, payload: Tensors | Metadata | str | None = "tensors") -> Feature:
     tensors = Tensors(frames=(b"x" * 10_000,), metadata=GRID, info={})
     return Feature("image", identifier, Placeholder(offset, 4), tensors if payload == "tensors" else payload)  # type: ignore[arg-type]
 
@@ -40,6 +43,13 @@ def image(identifier: str, offset: int, *, payload: Tensors | Metadata | None | 
 def request(*features: Feature, **changes: object) -> PipelineRequest:
     base = PipelineRequest("r", tuple(range(32)), features, b"sampling")
     return msgspec.structs.replace(base, **changes)
+
+
+@dataclass
+class Admitted:
+    features: tuple[Feature, ...]
+    refs: dict[str, EncodingRef]
+    unresolved: tuple[str, ...]
 
 
 class Stages:
@@ -63,9 +73,11 @@ class Stages:
     def _pass(self, seconds: float) -> None:
         self.now += seconds
 
-    def _check(self, request: PipelineRequest) -> None:
+    def _check(self, request: PipelineRequest, held: Mapping[str, ResolvedItem] | None) -> Admitted:
         if self._refuse is not None:
             raise self._refuse
+        bare = [f.identifier for f in request.features if f.payload is None and f.identifier not in request.refs]
+        return Admitted(request.features, dict(request.refs), tuple(bare) if held is None else ())
 
     async def run(self, request: PipelineRequest) -> tuple[Report, Sequence[DecodeChunk]]:
         report: Report | None = None
