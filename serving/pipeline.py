@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -21,23 +21,30 @@ from serving.protocol import (
     DecodeChunk,
     DecodeRequest,
     EncodeRequest,
-    EncodeResult,
     EncodingRef,
     Feature,
     ItemProvenance,
     KVHandoff,
-    Logprobs,
     Metadata,
     Placeholder,
     PrefillRequest,
     PrefillResult,
     ResolvedItem,
     ResolveRequest,
-    ResolveResult,
     Tensors,
     without_tensors,
 )
 from serving.recent import Recent
+from serving.stages import (
+    Admission,
+    Check,
+    Decoder,
+    Encoder,
+    PipelineRequest,
+    Prefiller,
+    Report,
+    ReportedItem,
+)
 
 __all__ = [
     "Admission",
@@ -53,82 +60,6 @@ __all__ = [
 
 _HINTS = 65_536
 """Identifiers remembered per stage. At 32 bytes a name this is a few MiB in each ingress process."""
-
-
-class PipelineRequest(msgspec.Struct, frozen=True):
-    """A rendered request. `refs` are those a client sent; admission decides what they are worth.
-
-    `timeout_s` of None means that the request has no deadline of its own.
-    """
-
-    request_id: str
-    token_ids: tuple[int, ...]
-    features: tuple[Feature, ...]
-    sampling: bytes
-    refs: Mapping[str, EncodingRef] = {}
-    cache_salt: str | None = None
-    priority: int = 0
-    reasoning_ended: bool | None = None
-    reasoning_parser_kwargs: dict[str, Any] | None = None
-    timeout_s: float | None = None
-
-
-class ReportedItem(msgspec.Struct, frozen=True):
-    identifier: str
-    modality: str
-    provenance: ItemProvenance
-
-
-class Report(msgspec.Struct, frozen=True):
-    """What happened before the first token. Yielded once, ahead of the chunks."""
-
-    items: tuple[ReportedItem, ...]
-    encode_s: float
-    ec_transfer_s: float
-    prefill_s: float
-    num_cached_tokens: int
-    prompt_logprobs: Logprobs | None
-
-
-class Encoder(Protocol):
-    async def encode(self, request: EncodeRequest) -> EncodeResult: ...
-
-
-class Prefiller(Protocol):
-    async def resolve(self, request: ResolveRequest) -> ResolveResult: ...
-
-    async def prefill(self, request: PrefillRequest) -> PrefillResult: ...
-
-
-class Decoder(Protocol):
-    def decode(self, request: DecodeRequest) -> AsyncGenerator[DecodeChunk, None]: ...
-
-    async def reject(self, request_id: str, handoff: KVHandoff) -> None: ...
-
-
-class Admission(Protocol):
-    """An admitted request; `prefill.admission.Admission` is one."""
-
-    @property
-    def features(self) -> tuple[Feature, ...]:
-        """The items in the request's order, with the payloads that may be used."""
-
-    @property
-    def refs(self) -> dict[str, EncodingRef]:
-        """References worth following."""
-
-    @property
-    def unresolved(self) -> tuple[str, ...]:
-        """Items whose fate depends on what prefill holds."""
-
-
-class Check(Protocol):
-    """The admission policy.
-
-    Called with `held` of None before prefill was asked. Raises the `TriptychError` that the first bad item deserves.
-    """
-
-    def __call__(self, request: PipelineRequest, held: Mapping[str, ResolvedItem] | None) -> Admission: ...
 
 
 class _Encoding(msgspec.Struct, frozen=True):

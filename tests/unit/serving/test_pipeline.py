@@ -18,7 +18,7 @@ from serving.errors import (
     Overloaded,
 )
 from serving.limits import Limits
-from serving.pipeline import Pipeline, PipelineRequest, Report, encode_request
+from serving.pipeline import Pipeline, encode_request
 from serving.protocol import (
     DecodeChunk,
     EncodingRef,
@@ -30,6 +30,7 @@ from serving.protocol import (
     Tensors,
     encode,
 )
+from serving.stages import PipelineRequest, Report
 from tests.fakes import FakeDecoder, FakeEncoder, FakePrefiller, ref_for
 
 GRID = {"image_grid_thw": [1, 4, 4]}

@@ -1,0 +1,101 @@
+"""What the pipeline is given and gives, and the stages as it sees them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any, Protocol
+
+import msgspec
+
+from serving.protocol import (
+    DecodeChunk,
+    DecodeRequest,
+    EncodeRequest,
+    EncodeResult,
+    EncodingRef,
+    Feature,
+    ItemProvenance,
+    KVHandoff,
+    Logprobs,
+    PrefillRequest,
+    PrefillResult,
+    ResolvedItem,
+    ResolveRequest,
+    ResolveResult,
+)
+
+
+class PipelineRequest(msgspec.Struct, frozen=True):
+    """A rendered request. `refs` are those a client sent; admission decides what they are worth.
+
+    `timeout_s` of None means that the request has no deadline of its own.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    features: tuple[Feature, ...]
+    sampling: bytes
+    refs: Mapping[str, EncodingRef] = {}
+    cache_salt: str | None = None
+    priority: int = 0
+    reasoning_ended: bool | None = None
+    reasoning_parser_kwargs: dict[str, Any] | None = None
+    timeout_s: float | None = None
+
+
+class ReportedItem(msgspec.Struct, frozen=True):
+    identifier: str
+    modality: str
+    provenance: ItemProvenance
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What happened before the first token. Yielded once, ahead of the chunks."""
+
+    items: tuple[ReportedItem, ...]
+    encode_s: float
+    ec_transfer_s: float
+    prefill_s: float
+    num_cached_tokens: int
+    prompt_logprobs: Logprobs | None
+
+
+class Encoder(Protocol):
+    async def encode(self, request: EncodeRequest) -> EncodeResult: ...
+
+
+class Prefiller(Protocol):
+    async def resolve(self, request: ResolveRequest) -> ResolveResult: ...
+
+    async def prefill(self, request: PrefillRequest) -> PrefillResult: ...
+
+
+class Decoder(Protocol):
+    def decode(self, request: DecodeRequest) -> AsyncGenerator[DecodeChunk, None]: ...
+
+    async def reject(self, request_id: str, handoff: KVHandoff) -> None: ...
+
+
+class Admission(Protocol):
+    """An admitted request; `prefill.admission.Admission` is one."""
+
+    @property
+    def features(self) -> tuple[Feature, ...]:
+        """The items in the request's order, with the payloads that may be used."""
+
+    @property
+    def refs(self) -> dict[str, EncodingRef]:
+        """References worth following."""
+
+    @property
+    def unresolved(self) -> tuple[str, ...]:
+        """Items whose fate depends on what prefill holds."""
+
+
+class Check(Protocol):
+    """The admission policy.
+
+    Called with `held` of None before prefill was asked. Raises the `TriptychError` that the first bad item deserves.
+    """
+
+    def __call__(self, request: PipelineRequest, held: Mapping[str, ResolvedItem] | None) -> Admission: ...
