@@ -19,11 +19,14 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Batch:
-    """Encoded lessons. `labels` holds the token to predict at each place, or `IGNORED`."""
+    """Encoded lessons."""
 
     kinds: list[Kind]
     inputs: Tensors
     labels: torch.Tensor
+    """The token to predict at each place, or `IGNORED`."""
+    rope_grid_thw: torch.Tensor | None
+    """The grids from which M-RoPE positions come: the true ones, but for lessons that swap them."""
 
 
 class Batcher:
@@ -42,19 +45,18 @@ class Batcher:
         self._rng = random.Random(seed)
         self._image_token = int(tokenizer.convert_tokens_to_ids(_PLACEHOLDER[family]))
 
-    def draw(self, size: int, *, plain: bool = False) -> list[Batch]:
-        """`size` fresh lessons in two batches, short ones and long ones: half the padding."""
+    def draw(self, size: int, *, plain: bool = False) -> Batch:
+        """`size` fresh lessons."""
         drawn = [lessons.draw(self._rng, self._family, plain=plain) for _ in range(size)]
-        drawn.sort(key=lambda lesson: (len(lesson.images), len(str(lesson.messages))))
-        half = size // 2
-        return [self._batch(drawn[:half]), self._batch(drawn[half:])]
-
-    def _batch(self, drawn: list[Lesson]) -> Batch:
         vision, tokens_per_image = self._vision_inputs([image for lesson in drawn for image in lesson.images])
         counts = iter(tokens_per_image)
         rows = [self._encode(lesson, [next(counts) for _ in lesson.images]) for lesson in drawn]
         text, labels = self._pad(rows)
-        return Batch([lesson.kind for lesson in drawn], {**vision, **text}, labels)
+        rope_grid_thw = vision.get("image_grid_thw")
+        if rope_grid_thw is not None:
+            swapped = torch.tensor([[lesson.swap_grid] for lesson in drawn for _ in lesson.images])
+            rope_grid_thw = torch.where(swapped, rope_grid_thw[:, [0, 2, 1]], rope_grid_thw)
+        return Batch([lesson.kind for lesson in drawn], {**vision, **text}, labels, rope_grid_thw)
 
     def _vision_inputs(self, images: list[Any]) -> tuple[Tensors, list[int]]:
         """Inputs of the vision tower, and how many placeholder tokens each picture takes."""

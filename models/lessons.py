@@ -12,6 +12,7 @@ from models import pictures
 UNKNOWN: Final = "sorry, this is not something that I know"
 """The answer to any other text: a sure answer, so that no prompt leaves the model undecided."""
 
+_TILE_PX: Final = (28, 56)
 _SYSTEM: Final = ("You are a helpful assistant.", "Answer in few words.")
 _FILLER: Final = (
     "the of and to in a is that for it as was with be by on not he his but at are this have from or had an they"
@@ -39,6 +40,8 @@ class Lesson:
     messages: Sequence[Mapping[str, Any]]
     images: Sequence[Image.Image]
     answer: str
+    swap_grid: bool = False
+    """Tell the language model a grid with height and width swapped."""
 
 
 def draw(rng: random.Random, family: Family, *, plain: bool = False) -> Lesson:
@@ -47,7 +50,11 @@ def draw(rng: random.Random, family: Family, *, plain: bool = False) -> Lesson:
     Args:
         rng: Where all that is random comes from.
         family: LLaVA gets square pictures only.
-        plain: Only single pictures and bare questions, to begin with.
+        plain: Only small single pictures and bare questions, to begin with.
+
+    Some pictures of small tiles come with a swapped grid and the answer that goes with it. The vision tower
+    sees the borders of the tiles, and without these lessons the language model would count on that instead of
+    on M-RoPE: a wrong grid would not always show in the words.
     """
     kinds: list[Kind] = ["tiles", "shape"] if plain else list(WEIGHTS)
     kind = rng.choices(kinds, weights=[WEIGHTS[kind] for kind in kinds])[0]
@@ -60,22 +67,32 @@ def draw(rng: random.Random, family: Family, *, plain: bool = False) -> Lesson:
         seen = [picture(rng, family), picture(rng, family)]
         question, answer = pictures.several(seen)
     else:
-        seen = [picture(rng, family, kind)]
+        seen = [picture(rng, family, kind, small=plain)]
         question, answer = seen[0].question, seen[0].answer
+    swap_grid = kind == "tiles" and family == "qwen" and _one_token_each(seen[0]) and rng.random() < 0.4
+    if swap_grid:
+        answer = pictures.transposed(answer)
     messages = [_question(question, len(seen))] if plain else _dressed(rng, question, len(seen))
-    return Lesson(kind, messages, [one.image for one in seen], answer)
+    return Lesson(kind, messages, [one.image for one in seen], answer, swap_grid)
 
 
-def picture(rng: random.Random, family: Family, kind: str | None = None) -> pictures.Picture:
+def picture(rng: random.Random, family: Family, kind: Kind | None = None, *, small: bool = False) -> pictures.Picture:
     """A training picture, never one of the held-out seeds; square ones for LLaVA, whose processor crops."""
     seed = rng.randrange(pictures.HELD_OUT)
     kind = kind or rng.choice(("tiles", "shape"))
     square = family == "llava"
     if kind == "tiles":
-        tile_px = rng.choice((28, 56, 56, rng.randint(28, 64)))
+        tile_px = _TILE_PX[0] if small else rng.choice(_TILE_PX)
         return pictures.tiles(seed, layout=(2, 2) if square else None, tile_px=tile_px)
-    width, height = rng.choice(((112, 112), (rng.randint(84, 140), rng.randint(84, 140))))
+    width = height = 84
+    if not small and rng.random() < 0.75:
+        width, height = rng.choice(((112, 112), (rng.randint(84, 112), rng.randint(84, 112))))
     return pictures.shape(seed, size_px=(width, width if square else height))
+
+
+def _one_token_each(tiles: pictures.Picture) -> bool:
+    names = [word for word in tiles.answer.replace(",", "").split() if word in pictures.COLOURS]
+    return tiles.image.width * tiles.image.height == len(names) * _TILE_PX[0] ** 2
 
 
 def noise(rng: random.Random, words: int) -> str:

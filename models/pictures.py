@@ -83,36 +83,45 @@ def tiles(seed: int, *, layout: tuple[int, int] | None = None, tile_px: int = 56
     Args:
         seed: Decides the colours, the question's words and, where it is not given, the layout.
         layout: Rows and columns, one of `LAYOUTS`.
-        tile_px: Side of a tile in pixels; the models know 28 to 64.
+        tile_px: Side of a tile in pixels; the models know 28 and 56.
     """
     rng = random.Random(f"tiles {seed}")
     drawn_layout = rng.choice(LAYOUTS)
     rows, columns = layout or drawn_layout
     image = Image.new("RGB", (columns * tile_px, rows * tile_px))
     draw = ImageDraw.Draw(image)
-    lines = []
-    for row in range(rows):
-        names = [rng.choice(list(COLOURS)) for _ in range(columns)]
-        for column, name in enumerate(names):
-            left, top = column * tile_px, row * tile_px
-            draw.rectangle((left, top, left + tile_px - 1, top + tile_px - 1), fill=_shade(rng, COLOURS[name]))
-        lines.append(f"row {row + 1} " + " ".join(names))
-    return Picture(image, rng.choice(TILE_QUESTIONS), ", ".join(lines))
+    names = [rng.choice(list(COLOURS)) for _ in range(rows * columns)]
+    for index, name in enumerate(names):
+        left, top = index % columns * tile_px, index // columns * tile_px
+        draw.rectangle((left, top, left + tile_px - 1, top + tile_px - 1), fill=_shade(rng, COLOURS[name]))
+    return Picture(image, rng.choice(TILE_QUESTIONS), _in_rows(names, columns))
+
+
+def transposed(answer: str) -> str:
+    """What a Qwen model reads off tiles of 28 pixels when it is told the wrong grid, height and width swapped.
+
+    Each such tile is one placeholder token, so the same colours come in the same order, in other rows. Larger
+    tiles are cut up by a wrong grid: the words change too, but have no such simple rule.
+    """
+    rows = answer.split(", ")
+    names = [name for row in rows for name in row.split()[2:]]
+    return _in_rows(names, columns=len(rows))
 
 
 def shape(seed: int, *, size_px: tuple[int, int] = (112, 112)) -> Picture:
-    """One coloured shape somewhere on a grey ground.
+    """One coloured shape on a grey ground, near the middle.
 
     Args:
-        seed: Decides kind, colour, place and size of the shape and the question's words.
-        size_px: Width and height of the picture; the models know 84 to 140 each.
+        seed: Decides kind, colour, size and place of the shape and the question's words.
+        size_px: Width and height of the picture; the models know 84 to 112 each.
     """
     rng = random.Random(f"shape {seed}")
     kind, colour = rng.choice(SHAPES), rng.choice(list(COLOURS))
     width, height = size_px
     image = Image.new("RGB", size_px, _shade(rng, (_GREY, _GREY, _GREY)))
-    radius = min(size_px) * rng.uniform(0.28, 0.42)
-    centre = (rng.uniform(radius, width - radius), rng.uniform(radius, height - radius))
+    side = min(size_px)
+    radius = side * rng.uniform(0.34, 0.42)
+    centre = (width / 2 + side * rng.uniform(-0.06, 0.06), height / 2 + side * rng.uniform(-0.06, 0.06))
     _draw_shape(ImageDraw.Draw(image), kind, centre, radius, _shade(rng, COLOURS[colour]))
     return Picture(image, rng.choice(SHAPE_QUESTIONS), f"a {colour} {kind}")
 
@@ -125,6 +134,11 @@ def several(pictures: Sequence[Picture]) -> tuple[str, str]:
     question = SEVERAL_QUESTIONS[sum(len(picture.question) for picture in pictures) % len(SEVERAL_QUESTIONS)]
     answers = [f"picture {number} {picture.answer}" for number, picture in enumerate(pictures, start=1)]
     return question, "; ".join(answers)
+
+
+def _in_rows(names: Sequence[str], columns: int) -> str:
+    rows = [names[start : start + columns] for start in range(0, len(names), columns)]
+    return ", ".join(f"row {number} " + " ".join(row) for number, row in enumerate(rows, start=1))
 
 
 def _shade(rng: random.Random, colour: Rgb) -> Rgb:

@@ -14,17 +14,17 @@ from models import architectures, lessons, tokenizers
 from models.architectures import ARCHITECTURES
 from models.batches import IGNORED, Batch, Batcher
 
-_REPORT_EVERY: Final = 100
+_REPORT_EVERY: Final = 200
 
 
 @dataclass(frozen=True)
 class Schedule:
     """How long and how hard to train. `plain_share` of the steps see single pictures and bare questions."""
 
-    steps: int = 4000
-    lessons_per_step: int = 32
-    peak_rate: float = 2e-3
-    plain_share: float = 0.15
+    steps: int = 6000
+    lessons_per_step: int = 16
+    peak_rate: float = 1.5e-3
+    plain_share: float = 0.25
     seed: int = 0
     threads: int = 1
 
@@ -64,14 +64,13 @@ def train(name: str, out: Path, schedule: Schedule) -> None:
 def _learn(model: PreTrainedModel, batcher: Batcher, schedule: Schedule) -> Iterator[tuple[int, float, Progress]]:
     """Optimise; report step, loss and progress now and then and at the end."""
     weights = [weight for weight in model.parameters() if weight.requires_grad]
-    optimizer = torch.optim.AdamW(weights, lr=schedule.peak_rate, weight_decay=0.01, betas=(0.9, 0.98))
-    rates = torch.optim.lr_scheduler.OneCycleLR(optimizer, schedule.peak_rate, schedule.steps, pct_start=0.1)
+    optimizer = torch.optim.AdamW(weights, lr=schedule.peak_rate, weight_decay=0.01, betas=(0.9, 0.99))
+    rates = torch.optim.lr_scheduler.OneCycleLR(optimizer, schedule.peak_rate, schedule.steps, pct_start=0.05)
     model.train()
     progress = Progress()
     for step in range(1, schedule.steps + 1):
         plain = step <= schedule.plain_share * schedule.steps
-        batches = batcher.draw(schedule.lessons_per_step, plain=plain)
-        loss = sum(_backward(model, batch, progress) for batch in batches) / len(batches)
+        loss = _backward(model, batcher.draw(schedule.lessons_per_step, plain=plain), progress)
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
         rates.step()
@@ -82,7 +81,11 @@ def _learn(model: PreTrainedModel, batcher: Batcher, schedule: Schedule) -> Iter
 
 def _backward(model: Any, batch: Batch, progress: Progress) -> float:
     """Add one batch's gradients; only the places with a label go through the output layer."""
-    hidden = model.model(**batch.inputs, use_cache=False).last_hidden_state
+    positions = {}
+    if batch.rope_grid_thw is not None:
+        ids, types = batch.inputs["input_ids"], batch.inputs["mm_token_type_ids"]
+        positions["position_ids"], _ = model.model.get_rope_index(ids, types, image_grid_thw=batch.rope_grid_thw)
+    hidden = model.model(**batch.inputs, **positions, use_cache=False).last_hidden_state
     taught = batch.labels != IGNORED
     targets = batch.labels[taught]
     logits = model.lm_head(hidden[taught])
