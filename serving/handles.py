@@ -41,7 +41,8 @@ class EncodeHandle:
         self._encode = handle.options(method_name="encode")
 
     async def encode(self, request: EncodeRequest) -> EncodeResult:
-        answer = await _call(self._encode, encode(request), stage="encode", timeout_s=request.timeout_s)
+        handle = self._encode.options(session_id=request.feature.identifier)
+        answer = await _call(handle, encode(request), stage="encode", timeout_s=request.timeout_s)
         return decode(EncodeResult, answer)
 
 
@@ -53,10 +54,12 @@ class PrefillHandle:
         self._prefill = handle.options(method_name="prefill")
 
     async def resolve(self, request: ResolveRequest) -> ResolveResult:
-        return decode(ResolveResult, await _call(self._resolve, encode(request), stage="prefill", timeout_s=None))
+        handle = self._resolve.options(session_id=request.affinity)
+        return decode(ResolveResult, await _call(handle, encode(request), stage="prefill", timeout_s=None))
 
     async def prefill(self, request: PrefillRequest) -> PrefillResult:
-        answer = await _call(self._prefill, encode(request), stage="prefill", timeout_s=request.timeout_s)
+        handle = self._prefill.options(session_id=request.affinity)
+        answer = await _call(handle, encode(request), stage="prefill", timeout_s=request.timeout_s)
         return decode(PrefillResult, answer)
 
 

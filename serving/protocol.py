@@ -133,8 +133,11 @@ class EncodeResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ResolveRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`affinity` is that of the prefill call to come, so that both reach the same replica."""
+
     identifiers: tuple[str, ...]
     cache_salt: str | None = None
+    affinity: str = ""
 
 
 class ResolvedItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -171,7 +174,10 @@ Logprobs = tuple[tuple[TokenLogprob, ...] | None, ...]
 
 
 class PrefillRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A whole prompt. `sampling` is vLLM's encoding of the client's `SamplingParams`."""
+    """A whole prompt. `sampling` is vLLM's encoding of the client's `SamplingParams`.
+
+    Requests with equal `affinity` share what a replica has cached; empty where there is nothing to share.
+    """
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -181,6 +187,7 @@ class PrefillRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cache_salt: str | None = None
     priority: int = 0
     timeout_s: float | None = None
+    affinity: str = ""
 
 
 class ItemReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
