@@ -20,8 +20,8 @@ from serving.references import ReferenceSigner
 class DecodeServer:
     """Continues a prefilled prompt. A hand-off is read once, and never after its deadline."""
 
-    def __init__(self, settings: EngineSettings, make_signer: Callable[[], ReferenceSigner]) -> None:
-        self._engine = Engine(settings)
+    def __init__(self, make_settings: Callable[[], EngineSettings], make_signer: Callable[[], ReferenceSigner]) -> None:
+        self._engine = Engine(make_settings())
         self._signer = make_signer()
 
     async def check_health(self) -> None:

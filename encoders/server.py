@@ -39,11 +39,11 @@ class EncoderServer:
 
     def __init__(
         self,
-        settings: EngineSettings,
+        make_settings: Callable[[], EngineSettings],
         make_signer: Callable[[], ReferenceSigner],
         make_check: Callable[[Engine], CheckItem],
     ) -> None:
-        self._engine = Engine(settings)
+        self._engine = Engine(make_settings())
         self._signer = make_signer()
         self._check = make_check(self._engine)
         self._published: OrderedDict[str, dict[str, Any]] = OrderedDict()

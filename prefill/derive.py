@@ -6,8 +6,36 @@ from collections.abc import Mapping
 from typing import Any
 
 from prefill.families import BYTES, FLOATS, Family, Llava, QwenVL
+from prefill.requirement import FeatureRequirement
+from serving.traits import ModelTraits
 
-__all__ = ["family_of"]
+__all__ = ["family_of", "requirement_of"]
+
+
+def requirement_of(
+    traits: ModelTraits, *, model: str, max_rows_per_item: int, max_rows_per_request: int | None = None
+) -> FeatureRequirement:
+    """The admission policy of a model.
+
+    Args:
+        traits: What vLLM says of it.
+        model: Name for messages.
+        max_rows_per_item: Rows that the smallest encoder cache of its stages holds.
+        max_rows_per_request: Rows that prefill's slab can hold at once; None for no limit.
+    """
+    return FeatureRequirement(
+        model=model,
+        uses_mrope=traits.uses_mrope,
+        metadata_fields=traits.metadata_fields,
+        max_model_len=traits.max_model_len,
+        vocab_size=traits.vocab_size,
+        max_rows_per_item=max_rows_per_item,
+        family=family_of(
+            traits.hf_config, normalizes_on_device=traits.normalizes_on_device, prunes_video=traits.prunes_video
+        ),
+        limits=traits.limits,
+        max_rows_per_request=max_rows_per_request,
+    )
 
 
 def family_of(

@@ -52,10 +52,11 @@ class PrefillServer:
 
     def __init__(
         self,
-        settings: EngineSettings,
+        make_settings: Callable[[], EngineSettings],
         make_signer: Callable[[], ReferenceSigner],
         make_check: Callable[[Engine], CheckRequest],
     ) -> None:
+        settings = make_settings()
         self._engine = Engine(settings)
         self._signer = make_signer()
         self._check = make_check(self._engine)

@@ -206,6 +206,8 @@ def traits_of(model_config: ModelConfig) -> ModelTraits:
         limits=dict(limits),
         max_model_len=model_config.max_model_len,
         vocab_size=model_config.get_vocab_size(),
+        normalizes_on_device=bool(model_config.multimodal_config.mm_device_do_normalize),
+        prunes_video=bool(model_config.multimodal_config.video_pruning_rate),
     )
 
 

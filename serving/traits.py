@@ -18,6 +18,8 @@ class ModelTraits(msgspec.Struct, frozen=True):
         limits: Items per prompt, per modality.
         max_model_len: Prompt and answer together, in tokens.
         vocab_size: Token ids are below this.
+        normalizes_on_device: Whether pixels reach the vision tower as bytes, to be normalized there.
+        prunes_video: Whether video tokens are dropped after encoding, which makes their rows unpredictable.
     """
 
     uses_mrope: bool
@@ -26,3 +28,5 @@ class ModelTraits(msgspec.Struct, frozen=True):
     limits: Mapping[str, int]
     max_model_len: int
     vocab_size: int
+    normalizes_on_device: bool = False
+    prunes_video: bool = False

@@ -1,0 +1,224 @@
+"""The composition root: from a configuration to a Serve application. The one file that knows every stage.
+
+`serve run configs/pipeline.yaml` calls `build` with the file's `args`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
+
+from configs.schema import DeploymentConfig, ModelConfig, PipelineConfig, StageConfig, load, replica_environment
+from decode.server import DecodeServer
+from encoders.server import CheckItem, EncoderServer
+from prefill.admission import Admission, FeatureRequirement, check
+from prefill.derive import requirement_of
+from prefill.server import CheckRequest, PrefillServer
+from serving.engine import Engine, EngineSettings, Role
+from serving.engine_input import traits_of
+from serving.errors import StageUnavailable
+from serving.handles import DecodeHandle, EncodeHandle, PrefillHandle
+from serving.ingress import Ingress, MediaLimits, ServedPipeline
+from serving.limits import Limits
+from serving.pipeline import Pipeline
+from serving.protocol import EncodeRequest, PrefillRequest, ResolvedItem
+from serving.references import ReferenceSigner
+from serving.render import FrontModel, ModelFront
+from serving.routers import BoundedAffinityRouter
+from serving.stages import PipelineRequest
+from serving.traits import ModelTraits
+
+_HEALTH_TIMEOUT_S = 5.0
+_FALLBACK_REPLICAS = 7
+
+
+def build(args: Mapping[str, Any]) -> serve.Application:
+    """The application for a configuration.
+
+    Raises:
+        ConfigError: Naming every wrong key and what would be right; Serve reports it as the application's failure.
+    """
+    config = load(args)
+    secret = config.cluster.secret() or secrets.token_bytes(32)
+    environment = replica_environment(config)
+    handles = {model.served_name: _stages(model, config, secret, environment) for model in config.models}
+    ingress = serve.deployment(serve.ingress()(Ingress)).options(
+        name="ingress", **_options(config.ingress, config.ingress.serve_options(), environment)
+    )
+    bound: serve.Application = ingress.bind(
+        [_front_model(model, config) for model in config.models],
+        partial(_make_pipeline, config, secret, handles),
+        MediaLimits(config.media.allowed_domains, config.media.max_download_bytes),
+        config.ingress.request_timeout_s,
+    )
+    return bound
+
+
+def _stages(
+    model: ModelConfig, config: PipelineConfig, secret: bytes, environment: Mapping[str, str]
+) -> dict[Role, serve.Application]:
+    """The three deployments of one model, bound."""
+    signer = partial(_make_signer, config, secret)
+    settings = {role: partial(_engine_settings, role, model, config, secret) for role in Role}
+    encoder = _deployment(EncoderServer, Role.ENCODE, model, model.encoder, environment)
+    prefill = _deployment(PrefillServer, Role.PREFILL, model, model.prefill, environment)
+    decode = _deployment(DecodeServer, Role.DECODE, model, model.decode, environment)
+    return {
+        Role.ENCODE: encoder.bind(settings[Role.ENCODE], signer, partial(_make_item_check, model)),
+        Role.PREFILL: prefill.bind(settings[Role.PREFILL], signer, partial(_make_request_check, model, signer)),
+        Role.DECODE: decode.bind(settings[Role.DECODE], signer),
+    }
+
+
+def _deployment(
+    server: type, role: Role, model: ModelConfig, stage: StageConfig, environment: Mapping[str, str]
+) -> serve.Deployment:
+    options = _options(stage, stage.stage_options(), environment)
+    if role is not Role.DECODE:
+        options["request_router_config"] = RequestRouterConfig(
+            request_router_class=BoundedAffinityRouter,
+            request_router_kwargs={"num_fallback_replicas": _FALLBACK_REPLICAS},
+        )
+    deployment: serve.Deployment = serve.deployment(server).options(name=f"{model.served_name}-{role}", **options)
+    return deployment
+
+
+def _options(deployment: DeploymentConfig, options: dict[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
+    actor = dict(options["ray_actor_options"], runtime_env={"env_vars": dict(environment)})
+    return options | {"ray_actor_options": actor}
+
+
+def _front_model(model: ModelConfig, config: PipelineConfig) -> FrontModel:
+    return FrontModel(
+        name=model.served_name,
+        checkpoint=model.checkpoint,
+        revision=model.revision,
+        dtype=model.dtype,
+        max_model_len=model.max_model_len,
+        max_num_seqs=model.decode.max_num_seqs,
+        max_num_batched_tokens=_smallest_encoder_cache(model),
+        limit_mm_per_prompt=model.limit_mm_per_prompt.model_dump(),
+        trust_remote_code=model.trust_remote_code,
+        chat_template=model.chat_template,
+        tool_call_parser=model.tool_call_parser,
+        reasoning_parser=model.reasoning_parser,
+        allowed_media_domains=config.media.allowed_domains,
+    )
+
+
+# What follows runs in the replicas.
+
+
+def _engine_settings(role: Role, model: ModelConfig, config: PipelineConfig, secret: bytes) -> EngineSettings:
+    advertised = config.cluster.advertise_host
+    host = ray.util.get_node_ip_address() if advertised == "auto" else advertised
+    return EngineSettings(role, model, config.cluster, secret, host)
+
+
+def _make_signer(config: PipelineConfig, secret: bytes) -> ReferenceSigner:
+    cluster = config.cluster
+    return ReferenceSigner(
+        secret,
+        lifetime_s=cluster.encoding_transfer.reference_lifetime_s,
+        peer_networks=cluster.peer_networks,
+        clock_skew_s=cluster.clock_skew_s,
+    )
+
+
+def _make_pipeline(
+    config: PipelineConfig,
+    secret: bytes,
+    handles: Mapping[str, Mapping[Role, DeploymentHandle]],
+    front: ModelFront,
+) -> ServedPipeline:
+    model = next(model for model in config.models if model.served_name == front.model.name)
+    stages = handles[model.served_name]
+    requirement = _requirement(model, traits_of(front.vllm_config.model_config)).stricter(model.admission.stricter)
+    signer = _make_signer(config, secret)
+
+    def admit(request: PipelineRequest, held: Mapping[str, ResolvedItem] | None) -> Admission:
+        return check(
+            requirement,
+            request.token_ids,
+            request.features,
+            request.refs,
+            cache_salt=request.cache_salt,
+            verify=lambda ref: signer.verify(ref, cache_salt=request.cache_salt),
+            held=held,
+        )
+
+    pipeline = Pipeline(
+        EncodeHandle(stages[Role.ENCODE]),
+        PrefillHandle(stages[Role.PREFILL]),
+        DecodeHandle(stages[Role.DECODE]),
+        check=admit,
+        limits=Limits(config.ingress.max_ongoing_requests, config.ingress.max_queued_requests),
+        handoff_margin_s=config.cluster.handoff_margin_s,
+    )
+    return ServedPipeline(pipeline, _stage_check(stages))
+
+
+def _stage_check(stages: Mapping[Role, DeploymentHandle]) -> Callable[[], Awaitable[None]]:
+    async def check_stages() -> None:
+        """Ask one replica of every stage. A stage without live replicas answers nobody, hence the timeout."""
+        for role, handle in stages.items():
+            response = handle.options(method_name="check_health").remote()
+            try:
+                async with asyncio.timeout(_HEALTH_TIMEOUT_S):
+                    await response
+            except TimeoutError:
+                response.cancel()
+                raise StageUnavailable(f"no replica of {role} answers") from None
+
+    return check_stages
+
+
+def _make_item_check(model: ModelConfig, engine: Engine) -> CheckItem:
+    requirement = _requirement(model, traits_of(engine.llm.model_config))
+
+    def check_item(request: EncodeRequest) -> None:
+        check(
+            requirement,
+            request.token_ids,
+            (request.feature,),
+            {},
+            cache_salt=request.cache_salt,
+            verify=lambda ref: False,
+        )
+
+    return check_item
+
+
+def _make_request_check(model: ModelConfig, make_signer: Callable[[], ReferenceSigner], engine: Engine) -> CheckRequest:
+    requirement = _requirement(model, traits_of(engine.llm.model_config))
+    signer = make_signer()
+
+    def check_request(request: PrefillRequest, held: Mapping[str, ResolvedItem]) -> Admission:
+        return check(
+            requirement,
+            request.token_ids,
+            request.features,
+            request.refs,
+            cache_salt=request.cache_salt,
+            verify=lambda ref: signer.verify(ref, cache_salt=request.cache_salt),
+            held=held,
+        )
+
+    return check_request
+
+
+def _requirement(model: ModelConfig, traits: ModelTraits) -> FeatureRequirement:
+    return requirement_of(traits, model=model.served_name, max_rows_per_item=_smallest_encoder_cache(model))
+
+
+def _smallest_encoder_cache(model: ModelConfig) -> int:
+    """Rows that every stage's encoder cache holds: vLLM sizes it by the tokens of one step."""
+    return min(stage.max_num_batched_tokens for stage in model.stages.values())
