@@ -1,0 +1,307 @@
+"""vLLM's `EngineClient` over the pipeline: what its HTTP front talks to where there is no engine.
+
+Errors leave `run` as `TriptychError`s. `generate`, which vLLM's handlers call, also tells them to the gate, so
+that they become the response's status on every route, streaming or not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
+from contextlib import aclosing
+from http import HTTPStatus
+from typing import Any, Protocol
+
+import msgspec
+from vllm.exceptions import GenerationError, VLLMValidationError
+from vllm.inputs import EngineInput
+from vllm.lora.request import LoRARequest
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+from serving.client_refs import client_refs
+from serving.engine_controls import NoEngineControls
+from serving.engine_input import encode_sampling, features_of
+from serving.errors import (
+    DuplicateRequest,
+    EngineFault,
+    InvalidRequest,
+    StageUnavailable,
+    TriptychError,
+    Unsupported,
+)
+from serving.fanout import fan_out
+from serving.gate import Generation, Note, current_exchange
+from serving.outputs import Answer
+from serving.protocol import DecodeChunk
+from serving.render import ModelFront
+from serving.stages import PipelineRequest, Report
+from serving.timing import stage_times
+
+logger = logging.getLogger(__name__)
+
+TASKS = ("generate",)
+
+
+class Generator(Protocol):
+    """`serving.pipeline.Pipeline`, or a test's stand-in."""
+
+    def generate(self, request: PipelineRequest) -> AsyncGenerator[Report | DecodeChunk, None]: ...
+
+
+class Refused(GenerationError):  # type: ignore[misc]
+    """An error of ours as vLLM's handlers take it without logging a traceback. The gate writes the response."""
+
+    def __init__(self, error: TriptychError) -> None:
+        super().__init__(error.message)
+        self.status_code = HTTPStatus(error.http_status)
+
+
+class PipelineClient(NoEngineControls):
+    """Generates through the pipeline of one model.
+
+    Args:
+        front: The model's front-end objects.
+        pipeline: Runs rendered requests.
+        request_timeout_s: Deadline of one request over all stages; None means unlimited.
+        check_stages: Raises a `TriptychError` when the model cannot be served now; `/health` asks it.
+    """
+
+    def __init__(
+        self,
+        front: ModelFront,
+        pipeline: Generator,
+        *,
+        request_timeout_s: float | None,
+        check_stages: Callable[[], Awaitable[None]],
+    ) -> None:
+        self.vllm_config = front.vllm_config
+        self.model_config = front.vllm_config.model_config
+        self.renderer = front.renderer
+        self.input_processor = front.input_processor
+        self._front = front
+        self._pipeline = pipeline
+        self._timeout_s = request_timeout_s
+        self._check_stages = check_stages
+        self._active: dict[str, asyncio.Event] = {}
+
+    def generate(
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        prompt_text: str | None = None,
+        lora_request: LoRARequest | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        data_parallel_rank: int | None = None,
+        session_id: str | None = None,
+        kv_hints: Any = None,
+        reasoning_ended: bool | None = None,
+        reasoning_parser_kwargs: dict[str, Any] | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Run one prompt for vLLM's front.
+
+        Not itself a coroutine: the generation is announced to the gate when vLLM creates it, before it runs any
+        of a request's prompts. `session_id` and `kv_hints` are hints to engines that route by themselves.
+        """
+        exchange = current_exchange()
+        outputs = self.run(
+            prompt,
+            sampling_params,
+            request_id,
+            lora_request=lora_request,
+            priority=priority,
+            data_parallel_rank=data_parallel_rank,
+            reasoning_ended=reasoning_ended,
+            reasoning_parser_kwargs=reasoning_parser_kwargs,
+        )
+        return _gated(outputs, None if exchange is None else exchange.begin())
+
+    async def run(
+        self,
+        prompt: EngineInput,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        lora_request: LoRARequest | None = None,
+        priority: int = 0,
+        data_parallel_rank: int | None = None,
+        reasoning_ended: bool | None = None,
+        reasoning_parser_kwargs: dict[str, Any] | None = None,
+    ) -> AsyncGenerator[Report | RequestOutput, None]:
+        """Yield one `Report`, then outputs of the kind that `sampling_params` asks for.
+
+        Raises:
+            TriptychError: As the tree in `serving/errors.py` says. Nothing else but cancellation.
+        """
+        if lora_request is not None:
+            raise Unsupported("LoRA adapters are not served by this pipeline", param="model")
+        if data_parallel_rank is not None:
+            raise Unsupported("requests cannot choose a replica", param="data_parallel_rank")
+        if not isinstance(prompt, dict) or "type" not in prompt:
+            raise Unsupported("only rendered prompts are served", param="prompt")
+        if request_id in self._active:
+            raise DuplicateRequest(f"a request with the id {request_id!r} is running", param="request_id")
+        requests = [
+            msgspec.structs.replace(
+                request,
+                priority=priority,
+                reasoning_ended=reasoning_ended,
+                reasoning_parser_kwargs=reasoning_parser_kwargs,
+            )
+            for request in self._requests(prompt, sampling_params, request_id)
+        ]
+        stop = self._active[request_id] = asyncio.Event()
+        try:
+            answer = Answer(request_id, prompt["prompt_token_ids"], sampling_params.output_kind, len(requests))
+            async with aclosing(self._stream(requests, answer, stop)) as outputs:
+                async for output in outputs:
+                    yield output
+        except TriptychError:
+            raise
+        except Exception as error:
+            logger.exception("request %s failed in the pipeline", request_id)
+            raise EngineFault("the pipeline failed the request") from error
+        finally:
+            del self._active[request_id]
+
+    async def _stream(
+        self, requests: list[PipelineRequest], answer: Answer, stop: asyncio.Event
+    ) -> AsyncGenerator[Report | RequestOutput, None]:
+        reported = False
+        streams = fan_out(lambda index: self._pipeline.generate(requests[index]), len(requests), stop)
+        async with aclosing(streams) as chunks:
+            async for index, chunk in chunks:
+                if isinstance(chunk, Report):
+                    answer.begin(chunk)
+                    if not reported:
+                        yield chunk
+                        reported = True
+                elif (output := answer.add(index, chunk)) is not None:
+                    yield output
+        if not answer.is_finished:
+            if not stop.is_set():
+                raise EngineFault("a stage ended the stream before the answer was complete")
+            yield answer.abort()
+
+    def _requests(self, prompt: Any, params: SamplingParams, request_id: str) -> list[PipelineRequest]:
+        """One request for each of the `n` answers, with the seeds that vLLM's own `ParentRequest` sets.
+
+        Ids get a random part: two ingress processes may be given the same one by their clients.
+        """
+        refs, extra_args = client_refs(params.extra_args)
+        params = params.clone()
+        params.extra_args = extra_args
+        max_tokens = self._validated_max_tokens(prompt, params, request_id)
+        params.max_tokens = max_tokens
+        count, seed = params.n, params.seed
+        params.n = 1
+        if count > 1 or params.output_kind is RequestOutputKind.CUMULATIVE:
+            params.output_kind = RequestOutputKind.DELTA
+        features = features_of(prompt, self._front.metadata_fields)
+        unique = secrets.token_hex(4)
+        requests = []
+        for index in range(count):
+            if seed is not None:
+                params.seed = seed + index
+            requests.append(
+                PipelineRequest(
+                    request_id=f"{request_id}-{unique}" if count == 1 else f"{index}_{request_id}-{unique}",
+                    token_ids=tuple(prompt["prompt_token_ids"]),
+                    features=features,
+                    sampling=encode_sampling(params),
+                    refs=refs,
+                    cache_salt=prompt.get("cache_salt"),
+                    timeout_s=self._timeout_s,
+                )
+            )
+        return requests
+
+    def _validated_max_tokens(self, prompt: Any, params: SamplingParams, request_id: str) -> int | None:
+        """What every engine would check of the request, before any stage is asked; and the token limit that results.
+
+        Raises:
+            InvalidRequest: vLLM refuses the parameters or the prompt's length. Permanent.
+        """
+        try:
+            checked = self.input_processor.process_inputs(request_id, prompt, params, supported_tasks=TASKS)
+        except VLLMValidationError as error:
+            raise InvalidRequest(str(error), param=error.parameter) from error
+        except (ValueError, TypeError) as error:
+            raise InvalidRequest(str(error)) from error
+        max_tokens: int | None = checked.sampling_params.max_tokens
+        return max_tokens
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End requests of this process where they stand; their callers get what there is, with reason `abort`."""
+        for name in [request_id] if isinstance(request_id, str) else request_id:
+            if name in self._active:
+                self._active[name].set()
+
+    async def check_health(self) -> None:
+        await self._check_stages()
+
+    async def get_supported_tasks(self) -> tuple[str, ...]:
+        return TASKS
+
+    async def reset_mm_cache(self) -> None:
+        """Empty this process's cache of processed media. The stages' caches hold encodings and stay."""
+        await self.renderer.clear_mm_cache_async()
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        self.renderer.shutdown()
+
+    @property
+    def is_running(self) -> bool:
+        return True
+
+    @property
+    def is_stopped(self) -> bool:
+        return False
+
+    @property
+    def errored(self) -> bool:
+        """Always False: stages fail and recover behind the pipeline, which answers each request for itself."""
+        return False
+
+    @property
+    def dead_error(self) -> BaseException:
+        return StageUnavailable("a stage has no live replica")
+
+
+async def _gated(
+    outputs: AsyncGenerator[Report | RequestOutput, None], generation: Generation | None
+) -> AsyncGenerator[RequestOutput, None]:
+    """The outputs alone; the gate learns when the first is there, or what went wrong.
+
+    Raises:
+        Refused: In place of every `TriptychError`.
+    """
+    rendered_at = time.monotonic()
+    report: Report | None = None
+    try:
+        async with aclosing(outputs) as stream:
+            async for output in stream:
+                if isinstance(output, Report):
+                    report = output
+                    continue
+                if generation is not None and report is not None:
+                    generation.opened(note_of(report, generation.received_at, rendered_at))
+                yield output
+    except TriptychError as error:
+        if generation is not None:
+            generation.failed(error)
+        raise Refused(error) from error
+
+
+def note_of(report: Report, arrived_at: float, rendered_at: float) -> Note:
+    """What a response's headers say of a generation whose first output is there."""
+    times = stage_times(report, arrived_at=arrived_at, rendered_at=rendered_at, first_at=time.monotonic())
+    stages = [(stage, ms) for stage, ms in msgspec.structs.asdict(times).items() if ms is not None]
+    return Note(stages, [(item.identifier, item.modality, item.provenance) for item in report.items])

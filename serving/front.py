@@ -1,0 +1,84 @@
+"""One model's whole front: vLLM's own FastAPI application over our engine client, and `/generate` beside its routes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.serve.exception_handling.handlers.validation import validation_exception_handler
+
+from serving.engine_client import TASKS, Generator, PipelineClient
+from serving.errors import ECReferenceRequired, InvalidRequest, TriptychError
+from serving.gate import Gate, error_response
+from serving.generate_api import GenerateService, generate_router
+from serving.generate_prompts import PromptRenderer
+from serving.render import ModelFront
+
+_METADATA_ONLY = "metadata-only multimodal items require ec_transfer_params"
+"""How vLLM's `/inference/v1/generate` says that metadata came without a reference."""
+
+
+class Front:
+    """One model, ready to serve: `app` for HTTP (behind the gate), `service` for callers in other processes.
+
+    Build it with `build`, in the event loop that will serve it.
+    """
+
+    def __init__(self, front: ModelFront, client: PipelineClient, app: FastAPI, service: GenerateService) -> None:
+        self.name = front.model.name
+        self.client = client
+        self.service = service
+        self.fastapi = app
+        self.app = Gate(app)
+
+    @classmethod
+    async def build(
+        cls,
+        front: ModelFront,
+        pipeline: Generator,
+        *,
+        request_timeout_s: float | None,
+        check_stages: Callable[[], Awaitable[None]],
+    ) -> Front:
+        """vLLM's application with our client in the engine's place.
+
+        Args:
+            front: The model's front-end objects.
+            pipeline: Runs rendered requests.
+            request_timeout_s: Deadline of one request over all stages; None means unlimited.
+            check_stages: Raises a `TriptychError` when the model cannot be served now.
+        """
+        client = PipelineClient(front, pipeline, request_timeout_s=request_timeout_s, check_stages=check_stages)
+        app = build_app(front.args, TASKS, client.model_config)
+        await init_app_state(client, app.state, front.args, TASKS)
+        app.state.server = SimpleNamespace()  # vLLM's handlers look for the uvicorn server that they could stop
+        prompts = PromptRenderer(app.state.online_renderer, has_chat_template=front.has_chat_template)
+        service = GenerateService(front.model.name, prompts, client)
+        app.include_router(generate_router(service))
+        app.exception_handler(TriptychError)(_our_error)
+        app.exception_handler(RequestValidationError)(_invalid_body)
+        return cls(front, client, app, service)
+
+    def close(self) -> None:
+        self.client.shutdown()
+
+
+async def _our_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, TriptychError)
+    status, headers, body = error_response(request.url.path, error)
+    return Response(body, status_code=status, headers={name.decode(): value.decode() for name, value in headers})
+
+
+async def _invalid_body(request: Request, error: Exception) -> Response:
+    """vLLM's reading of a body that does not validate, as one of our errors."""
+    answer = await validation_exception_handler(request, error)
+    detail: dict[str, Any] = json.loads(answer.body)["error"]
+    param = detail["param"] and detail["param"].removeprefix("body.")
+    kind = ECReferenceRequired if _METADATA_ONLY in detail["message"] else InvalidRequest
+    return await _our_error(request, kind(detail["message"], param=param))
