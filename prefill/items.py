@@ -113,7 +113,7 @@ def inspect(
         TriptychError: InvalidFeature, FeatureDataRequired, MetadataMismatch, ItemTooLarge or Unsupported.
     """
     ref = None if known.tensors is not None else known.ref
-    _check_fields(requirement, item, known, confirmed=ref is not None)
+    _check_fields(requirement, item, known)
     if ref is not None and known.metadata is not None and metadata_digest(dict(known.metadata)) != ref.metadata_digest:
         raise _mismatch(item, "what its reference was issued for")
     confirmed = rendered or (ref is not None and ref.shape[0] == item.feature.placeholder.length)
@@ -131,32 +131,36 @@ def inspect(
     return Inspected(item, known, place, rows, span, unchecked)
 
 
-def _check_fields(requirement: FeatureRequirement, item: NamedFeature, known: Known, *, confirmed: bool) -> None:
+def _check_fields(requirement: FeatureRequirement, item: NamedFeature, known: Known) -> None:
     """Names and plain values of the metadata.
 
-    Without a family only vLLM's declaration is known, which leaves out what processors keep beside it. There
-    unknown names pass where servers derived the metadata: beside tensors, or confirmed by a reference.
+    Only a family knows every name: vLLM's declaration leaves out what processors keep beside it. Without a family
+    an undeclared name passes, which is harmless: such metadata is used only where a reference confirms it.
     """
     if known.metadata is None:
         return
     modality = item.feature.modality
     required = requirement.required_fields(modality)
-    server_made = requirement.family is None and (confirmed or known.tensors is not None)
-    unknown = known.metadata.keys() - required
-    if unknown and not server_made and known.sent_metadata is not None:
-        raise item.invalid("its metadata holds fields that the model does not declare")
+    if requirement.family is not None and not known.metadata.keys() <= required:
+        raise item.invalid("its metadata holds fields that the model does not know")
     for name, value in known.metadata.items():
-        if name in required and _count_numbers(value, _MAX_DEPTH) > _MAX_NUMBERS:
-            raise item.invalid(f"{name} must be a number or a list of numbers")
-    # Tensors are judged by their family: of a declared field some processors make no tensor (`audio_num_tokens`).
-    family = requirement.family
-    needed = required if known.tensors is None else frozenset() if family is None else family.fields(modality)
-    missing = needed - known.metadata.keys()
+        if (known.tensors is None or name in required) and _count_numbers(value, _MAX_DEPTH) > _MAX_NUMBERS:
+            raise item.invalid("each field of its metadata must be a number or a list of numbers")
+    missing = _fields_needed(requirement, modality, known) - known.metadata.keys()
+    names = ", ".join(sorted(missing))
     if missing and (known.metadata or known.tensors is not None) and requirement.need(modality) is not Need.NOTHING:
-        message = f"{item.label}: its metadata lacks {', '.join(sorted(missing))}, which {requirement.model} needs"
+        message = f"{item.label}: its data lacks {names}, which {requirement.model} needs"
         raise FeatureDataRequired(message, item.label, [item.feature.identifier])
     if missing and known.tensors is not None:
-        raise item.invalid(f"its tensors lack {', '.join(sorted(missing))}")
+        raise item.invalid(f"its tensors lack {names}")
+
+
+def _fields_needed(requirement: FeatureRequirement, modality: str, known: Known) -> frozenset[str]:
+    """Beside tensors only what the family says: of some declared fields processors make no tensor
+    (`audio_num_tokens`, which vLLM takes from the placeholder)."""
+    if known.tensors is None:
+        return requirement.required_fields(modality)
+    return frozenset() if requirement.family is None else requirement.family.fields(modality)
 
 
 def _count_numbers(value: Any, depth: int) -> float:
