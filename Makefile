@@ -9,6 +9,8 @@ CONFIG ?= configs/pipeline.yaml
 TORCH_INDEX ?=
 BIN := .venv/bin
 STAMP := .venv/.installed
+# Errors only. Byte code is compiled on first import: most of 4 GB is never imported.
+PIP_FLAGS := --quiet --quiet --no-compile --no-input
 PYTEST := $(BIN)/python -m pytest
 
 # Ray starts workers at nice 15, where engines lose against anything else that runs on the machine.
@@ -24,13 +26,13 @@ setup: $(STAMP) ## install the CPU set-up into .venv
 
 $(STAMP): pyproject.toml requirements-cpu.lock
 	@command -v "$(PYTHON)" > /dev/null || { echo "Python 3.11 is needed; name it with PYTHON=..." >&2; exit 1; }
-	test -x $(BIN)/python || "$(PYTHON)" -m venv .venv
+	@test -x $(BIN)/python || "$(PYTHON)" -m venv .venv
 	@echo "installing the pinned packages (about 4 GB, minutes)"
-	@$(BIN)/python -m pip install --quiet $(addprefix --extra-index-url ,$(TORCH_INDEX)) -r requirements-cpu.lock || { \
+	@$(BIN)/python -m pip install $(PIP_FLAGS) $(addprefix --extra-index-url ,$(TORCH_INDEX)) -r requirements-cpu.lock || { \
 	  echo "pip failed. If it found no torch +cpu wheel: run 'make setup TORCH_INDEX=URL' with the address of PyTorch's" >&2; \
 	  echo "own index of CPU wheels, which pytorch's installation page shows for the choice pip / CPU." >&2; exit 1; }
-	$(BIN)/python -m pip install --quiet --no-deps --editable .
-	touch $@
+	@$(BIN)/python -m pip install $(PIP_FLAGS) --no-deps --no-build-isolation --editable .
+	@touch $@
 
 check: $(STAMP) ## judge a configuration: make check CONFIG=FILE
 	$(BIN)/python -m configs.check $(CONFIG)

@@ -1,0 +1,266 @@
+"""A whole pipeline in child processes of this one: Ray on loopback and free ports, and `serve run` on a config file.
+
+Used by the demo, the benchmarks and the tests. Whatever happens, nothing is left behind: the children are stopped
+in order (Serve drains, Ray ends its own), and then every process that carries this pipeline's mark is ended by id.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+import yaml
+
+from configs.schema import read_yaml
+
+__all__ = ["LocalPipeline", "PipelineFailed", "State", "free_ports"]
+
+MARK = "TRIPTYCH_LOCAL_PIPELINE"
+"""Environment variable that all processes of one pipeline inherit, whoever starts them."""
+
+_POLL_S = 0.5
+_STOP_SERVE_S = 45.0
+_STOP_RAY_S = 45.0
+_KILL_S = 10.0
+_OBJECT_STORE_BYTES = 256 << 20
+
+State = Mapping[str, str]
+"""Deployment name to a word about it, such as `STARTING` or `RUNNING 2/2`."""
+
+
+@dataclass(frozen=True)
+class _Child:
+    """A child process, the signal that asks it to stop, and how long that may take."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    stop_signal: signal.Signals
+    patience_s: float
+
+
+class PipelineFailed(Exception):
+    """The pipeline did not come up, or stopped by itself. The message ends with the last lines of the log."""
+
+
+class LocalPipeline:
+    """Starts a pipeline on entry, stops it on exit.
+
+    Args:
+        config: A Serve config file. It is served as it stands, but on a free port of its own.
+        on_progress: Called about twice a second while engines start, with elapsed seconds and the deployments' states.
+        start_timeout_s: Longest wait until the application answers.
+        programs: Directory of the `ray` and `serve` programs; this interpreter's own by default.
+    """
+
+    def __init__(
+        self,
+        config: Path,
+        *,
+        on_progress: Callable[[float, State], None] = lambda elapsed_s, state: None,
+        start_timeout_s: float = 600.0,
+        programs: Path | None = None,
+    ) -> None:
+        self._config = config
+        self._on_progress = on_progress
+        self._start_timeout_s = start_timeout_s
+        self._programs = programs or Path(sys.executable).parent
+        self._mark = secrets.token_hex(16)
+        self._children: list[_Child] = []
+        self._directory = Path()
+        self.url = ""
+        self.dashboard_url = ""
+
+    def __enter__(self) -> Self:
+        self._directory = Path(tempfile.mkdtemp(prefix="triptych-"))
+        try:
+            self._start()
+        except BaseException:  # an interrupt too: the children outlive this process otherwise
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def survivors(self) -> list[int]:
+        """Ids of the processes of this pipeline that are still there. Linux only; empty elsewhere."""
+        return [pid for pid in _processes() if _carries(pid, self._mark)]
+
+    def log_tail(self, program: str = "serve", lines: int = 25) -> str:
+        """The last lines that `serve run` or `ray start` printed."""
+        log = self._directory / f"{program}.log"
+        return "\n".join(log.read_text(errors="replace").splitlines()[-lines:]) if log.is_file() else ""
+
+    def stop(self) -> None:
+        """End everything, in order; may be called again. An interrupt meanwhile only shortens the wait."""
+        while self._children:
+            child = self._children.pop()
+            child.process.send_signal(child.stop_signal)
+            try:
+                child.process.wait(child.patience_s)
+            except (subprocess.TimeoutExpired, KeyboardInterrupt):
+                child.process.kill()
+                child.process.wait()
+        deadline = time.monotonic() + _KILL_S
+        while (left := self.survivors()) and time.monotonic() < deadline:
+            for pid in left:
+                _kill(pid)
+            time.sleep(_POLL_S)  # looked at again: a dying process may have started another
+        if self._directory != Path():
+            shutil.rmtree(self._directory, ignore_errors=True)  # Ray's agents may still be writing logs
+
+    def _start(self) -> None:
+        http, gcs, dashboard, *others = free_ports(8)
+        file = self._directory / "serve.yaml"
+        file.write_text(yaml.safe_dump(_on_port(read_yaml(self._config), http)))
+        self.url, self.dashboard_url = f"http://127.0.0.1:{http}", f"http://127.0.0.1:{dashboard}"
+        began = time.monotonic()
+        self._launch("ray", _ray_arguments(gcs, dashboard, others, self._directory), signal.SIGTERM, _STOP_RAY_S)
+        with httpx.Client(timeout=5.0) as client:
+            self._await(
+                began, lambda: _answers(client, f"{self.dashboard_url}/api/version"), lambda: {"ray": "STARTING"}
+            )
+            self._launch("serve", ["run", "--address", f"127.0.0.1:{gcs}", str(file)], signal.SIGINT, _STOP_SERVE_S)
+            self._await(began, lambda: _answers(client, f"{self.url}/health"), lambda: self._states(client))
+
+    def _launch(self, program: str, arguments: Sequence[str], stop_signal: signal.Signals, patience_s: float) -> None:
+        environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"} | {
+            MARK: self._mark,
+            "RAY_worker_niceness": "0",  # Ray's default of 15 starves engines on a busy machine
+            "RAY_USAGE_STATS_ENABLED": "0",
+            # The only switch that keeps Ray's own ports on loopback; its name tells where that is the default.
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        }
+        with (self._directory / f"{program}.log").open("wb") as log:
+            child = subprocess.Popen(
+                [str(self._programs / program), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,  # Ctrl-C reaches this process only, which then stops the children in order
+            )
+        self._children.append(_Child(program, child, stop_signal, patience_s))
+
+    def _await(self, began: float, ready: Callable[[], bool], states: Callable[[], State]) -> None:
+        """Return when `ready` is true.
+
+        Raises:
+            PipelineFailed: A child ended, an application failed to deploy, or the time is over.
+        """
+        while not ready():
+            elapsed_s = time.monotonic() - began
+            self._on_progress(elapsed_s, states())
+            if elapsed_s > self._start_timeout_s:
+                raise PipelineFailed(f"not ready after {elapsed_s:.0f} s\n{self.log_tail()}")
+            newest = self._children[-1]
+            try:
+                newest.process.wait(_POLL_S)
+            except subprocess.TimeoutExpired:
+                continue
+            raise PipelineFailed(
+                f"{newest.name} ended with status {newest.process.returncode}\n{self.log_tail(newest.name)}"
+            )
+
+    def _states(self, client: httpx.Client) -> State:
+        """What Serve says of each deployment.
+
+        Raises:
+            PipelineFailed: Serve gave the application up.
+        """
+        try:
+            applications = client.get(f"{self.dashboard_url}/api/serve/applications/").json()["applications"]
+        except (httpx.HTTPError, ValueError, KeyError):
+            return {"serve": "STARTING"}  # the dashboard answers before Serve does
+        states: dict[str, str] = {}
+        for application in applications.values():
+            if application["status"] == "DEPLOY_FAILED":
+                raise PipelineFailed(f"{application['message']}\n{self.log_tail()}")
+            states |= {name: _word(deployment) for name, deployment in application["deployments"].items()}
+        return states or {"serve": "BUILDING"}
+
+
+def free_ports(number: int) -> list[int]:
+    """Ports of loopback that nobody listened on a moment ago, all different."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
+    ports: list[int] = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def _ray_arguments(gcs: int, dashboard: int, others: Sequence[int], directory: Path) -> list[str]:
+    """`ray start` arguments that let several Rays live on one machine: no port and no directory is shared."""
+    agent, agent_grpc, client, metrics, environments = others
+    return [
+        "start",
+        "--head",
+        "--block",
+        "--disable-usage-stats",
+        "--node-ip-address=127.0.0.1",
+        f"--port={gcs}",
+        "--dashboard-host=127.0.0.1",
+        f"--dashboard-port={dashboard}",
+        f"--dashboard-agent-listen-port={agent}",
+        f"--dashboard-agent-grpc-port={agent_grpc}",
+        f"--ray-client-server-port={client}",
+        f"--metrics-export-port={metrics}",
+        f"--runtime-env-agent-port={environments}",
+        "--min-worker-port=0",
+        "--max-worker-port=0",
+        f"--object-store-memory={_OBJECT_STORE_BYTES}",
+        f"--temp-dir={directory}",
+    ]
+
+
+def _on_port(content: Any, port: int) -> Any:
+    return content | {"http_options": {**content.get("http_options", {}), "host": "127.0.0.1", "port": port}}
+
+
+def _answers(client: httpx.Client, url: str) -> bool:
+    try:
+        return client.get(url).status_code == httpx.codes.OK
+    except httpx.TransportError:
+        return False
+
+
+def _word(deployment: Mapping[str, Any]) -> str:
+    """`RUNNING`, or what the replicas are at, with numbers where there are several."""
+    states = [replica["state"] for replica in deployment["replicas"]] or ["PENDING"]
+    running = states.count("RUNNING")
+    word = "RUNNING" if running == len(states) else next(state for state in states if state != "RUNNING")
+    return word if len(states) == 1 else f"{word} {running}/{len(states)}"
+
+
+def _processes() -> list[int]:
+    proc = Path("/proc")
+    return [int(entry.name) for entry in proc.iterdir() if entry.name.isdigit()] if proc.is_dir() else []
+
+
+def _carries(pid: int, mark: str) -> bool:
+    try:
+        return f"{MARK}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:  # it ended, or is another user's
+        return False
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
