@@ -5,6 +5,7 @@ with the head size 32 that vLLM's CPU attention supports, and room for 8,192 pos
 """
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from transformers import (
 )
 
 from models import tokenizers
-from models.lessons import Family
+from models.lessons import LLAVA_TOKENS, Family
 
 _HIDDEN: Final = 128
 _MAX_POSITIONS: Final = 8192
@@ -49,7 +50,7 @@ _PIXEL_STATISTICS: Final[Mapping[str, Any]] = {
     "resample": 3,
 }
 _PATCH: Final = 14
-_LLAVA_SIDE: Final = 84
+_LLAVA_SIDE: Final = _PATCH * math.isqrt(LLAVA_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def _build_qwen2_vl(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
     config = Qwen2VLConfig(
         text_config=_language_model(tokenizer, rope_parameters=rope),
         vision_config={
-            "depth": 3,
+            "depth": 2,
             "embed_dim": 96,
             "hidden_size": _HIDDEN,
             "num_heads": 3,
@@ -162,7 +163,7 @@ def _build_llava(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
             "model_type": "clip_vision_model",
             "hidden_size": 96,
             "intermediate_size": 192,
-            "num_hidden_layers": 3,
+            "num_hidden_layers": 2,
             "num_attention_heads": 3,
             "image_size": _LLAVA_SIDE,
             "patch_size": _PATCH,
@@ -171,7 +172,7 @@ def _build_llava(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
         image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
         vision_feature_layer=-1,
         vision_feature_select_strategy="default",
-        image_seq_length=(_LLAVA_SIDE // _PATCH) ** 2,
+        image_seq_length=LLAVA_TOKENS,
         tie_word_embeddings=False,
     )
     return LlavaForConditionalGeneration(config)

@@ -9,19 +9,31 @@ import torch
 from transformers import AutoImageProcessor, PreTrainedTokenizerFast
 
 from models import lessons
-from models.lessons import Family, Kind, Lesson
+from models.lessons import Family, Lesson
 
 IGNORED: Final = -100
 _PLACEHOLDER: Final = {"qwen": "<|image_pad|>", "llava": "<image>"}
+_BATCHES_AT_ONCE: Final = 4
+_ENDS_TAUGHT: Final = 4
 
 Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One encoded lesson: token ids, of which the last `answer_tokens` are to be learned, and its pictures."""
+
+    lesson: Lesson
+    ids: list[int]
+    answer_tokens: int
+    vision: Tensors
 
 
 @dataclass(frozen=True)
 class Batch:
     """Encoded lessons."""
 
-    kinds: list[Kind]
+    kinds: list[lessons.Kind]
     inputs: Tensors
     labels: torch.Tensor
     """The token to predict at each place, or `IGNORED`."""
@@ -33,8 +45,9 @@ class Batcher:
     """Draws lessons and encodes them as the model's own processor would.
 
     Args:
-        directory: The checkpoint's directory, with tokenizer and processor files already in it.
+        directory: The checkpoint's directory, with processor files already in it.
         family: Decides the placeholder token and what the vision tower takes.
+        tokenizer: The checkpoint's tokenizer.
         seed: Equal seeds give equal batches.
     """
 
@@ -45,34 +58,16 @@ class Batcher:
         self._rng = random.Random(seed)
         self._image_token = int(tokenizer.convert_tokens_to_ids(_PLACEHOLDER[family]))
 
-    def draw(self, size: int, *, plain: bool = False) -> Batch:
-        """`size` fresh lessons."""
-        drawn = [lessons.draw(self._rng, self._family, plain=plain) for _ in range(size)]
-        vision, tokens_per_image = self._vision_inputs([image for lesson in drawn for image in lesson.images])
-        counts = iter(tokens_per_image)
-        rows = [self._encode(lesson, [next(counts) for _ in lesson.images]) for lesson in drawn]
-        text, labels = self._pad(rows)
-        rope_grid_thw = vision.get("image_grid_thw")
-        if rope_grid_thw is not None:
-            swapped = torch.tensor([[lesson.swap_grid] for lesson in drawn for _ in lesson.images])
-            rope_grid_thw = torch.where(swapped, rope_grid_thw[:, [0, 2, 1]], rope_grid_thw)
-        return Batch([lesson.kind for lesson in drawn], {**vision, **text}, labels, rope_grid_thw)
+    def draw(self, size: int, *, plain: bool = False) -> list[Batch]:
+        """A few batches of `size` fresh lessons each, of like length within a batch: little padding."""
+        drawn = [lessons.draw(self._rng, self._family, plain=plain) for _ in range(size * _BATCHES_AT_ONCE)]
+        rows = sorted((self._encode(lesson) for lesson in drawn), key=lambda row: len(row.ids))
+        batches = [self._batch(rows[start : start + size]) for start in range(0, len(rows), size)]
+        self._rng.shuffle(batches)
+        return batches
 
-    def _vision_inputs(self, images: list[Any]) -> tuple[Tensors, list[int]]:
-        """Inputs of the vision tower, and how many placeholder tokens each picture takes."""
-        if not images:
-            return {}, []
-        processed = self._image_processor(images=images, return_tensors="pt")
-        if self._family == "qwen":
-            grid = processed["image_grid_thw"]
-            tokens = (grid.prod(dim=1) // self._image_processor.merge_size**2).tolist()
-            return {"pixel_values": processed["pixel_values"], "image_grid_thw": grid}, tokens
-        pixels = processed["pixel_values"]
-        patch = 14
-        return {"pixel_values": pixels}, [(pixels.shape[-1] // patch) ** 2] * len(images)
-
-    def _encode(self, lesson: Lesson, tokens_per_image: list[int]) -> tuple[list[int], list[int]]:
-        """Token ids of one lesson and its labels: the answer and the end of the turn."""
+    def _encode(self, lesson: Lesson) -> _Row:
+        vision, tokens_per_image = self._encode_images(list(lesson.images))
         text = self._tokenizer.apply_chat_template(list(lesson.messages), tokenize=False, add_generation_prompt=True)
         counts = iter(tokens_per_image)
         prompt: list[int] = []
@@ -80,19 +75,46 @@ class Batcher:
             prompt += [token] * (next(counts) if token == self._image_token else 1)
         answer = self._tokenizer.encode(lesson.answer, add_special_tokens=False)
         answer.append(int(self._tokenizer.eos_token_id))
-        return prompt + answer, [IGNORED] * len(prompt) + answer
+        return _Row(lesson, prompt + answer, len(answer), vision)
 
-    def _pad(self, rows: list[tuple[list[int], list[int]]]) -> tuple[Tensors, torch.Tensor]:
-        """Pad with ends of turn, and teach the first few.
+    def _encode_images(self, images: list[Any]) -> tuple[Tensors, list[int]]:
+        """Inputs of the vision tower, and how many placeholder tokens each picture takes."""
+        if not images:
+            return {}, []
+        processed = self._image_processor(images=images, return_tensors="pt")
+        pixels = processed["pixel_values"]
+        if self._family == "qwen":
+            grid = processed["image_grid_thw"]
+            tokens = grid.prod(dim=1) // self._image_processor.merge_size**2
+            return {"pixel_values": pixels, "image_grid_thw": grid}, tokens.tolist()
+        return {"pixel_values": pixels}, [lessons.LLAVA_TOKENS] * len(images)
+
+    def _batch(self, rows: list[_Row]) -> Batch:
+        with_images = [row for row in rows if row.vision]
+        names = with_images[0].vision if with_images else {}
+        inputs = {name: torch.cat([row.vision[name] for row in with_images]) for name in names}
+        rope_grid_thw = inputs.get("image_grid_thw")
+        if rope_grid_thw is not None:
+            swapped = torch.tensor([[row.lesson.swap_grid] for row in with_images for _ in row.lesson.images])
+            rope_grid_thw = torch.where(swapped, rope_grid_thw[:, [0, 2, 1]], rope_grid_thw)
+        ids, labels = self._pad(rows)
+        inputs["input_ids"] = ids
+        if self._family == "qwen":
+            inputs["mm_token_type_ids"] = (ids == self._image_token).long()
+        return Batch([row.lesson.kind for row in rows], inputs, labels, rope_grid_thw)
+
+    def _pad(self, rows: list[_Row]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token ids and labels, padded with ends of turn that are taught like the answer.
 
         A client that ignores the end of the turn then reads a row of them, rather than whatever an
         untrained state prefers by a hair.
         """
         end = int(self._tokenizer.eos_token_id)
-        longest = max(len(ids) for ids, _ in rows) + 4
-        ids = torch.tensor([ids + [end] * (longest - len(ids)) for ids, _ in rows])
-        labels = torch.tensor([labels + [end] * (longest - len(labels)) for _, labels in rows])
-        batch = {"input_ids": ids}
-        if self._family == "qwen":
-            batch["mm_token_type_ids"] = (ids == self._image_token).long()
-        return batch, labels.roll(-1, dims=1).index_fill(1, torch.tensor([longest - 1]), IGNORED)
+        length = max(len(row.ids) for row in rows) + _ENDS_TAUGHT
+        ids = torch.full((len(rows), length), end)
+        labels = torch.full((len(rows), length), IGNORED)
+        for line, row in enumerate(rows):
+            ids[line, : len(row.ids)] = torch.tensor(row.ids)
+            first = len(row.ids) - row.answer_tokens
+            labels[line, first - 1 : -1] = ids[line, first:]
+        return ids, labels

@@ -13,6 +13,7 @@ UNKNOWN: Final = "sorry, this is not something that I know"
 """The answer to any other text: a sure answer, so that no prompt leaves the model undecided."""
 
 _TILE_PX: Final = (28, 56)
+_SHAPE_PX: Final = ((56, 56), (84, 84), (84, 84), (112, 112), (84, 112), (112, 84))
 _SYSTEM: Final = ("You are a helpful assistant.", "Answer in few words.")
 _FILLER: Final = (
     "the of and to in a is that for it as was with be by on not he his but at are this have from or had an they"
@@ -28,6 +29,8 @@ _FILLER: Final = (
 
 Family = Literal["qwen", "llava"]
 Kind = Literal["tiles", "shape", "pair", "text", "unknown"]
+LLAVA_TOKENS: Final = 16
+"""Placeholder tokens of one LLaVA picture."""
 WEIGHTS: Final[Mapping[Kind, int]] = {"tiles": 11, "shape": 8, "pair": 6, "text": 2, "unknown": 1}
 """How often each kind of lesson is drawn."""
 
@@ -64,7 +67,7 @@ def draw(rng: random.Random, family: Family, *, plain: bool = False) -> Lesson:
     elif kind == "unknown":
         question, answer = noise(rng, rng.randint(1, 12)), UNKNOWN
     elif kind == "pair":
-        seen = [picture(rng, family), picture(rng, family)]
+        seen = [picture(rng, family, small=rng.random() < 0.7) for _ in range(2)]
         question, answer = pictures.several(seen)
     else:
         seen = [picture(rng, family, kind, small=plain)]
@@ -84,9 +87,7 @@ def picture(rng: random.Random, family: Family, kind: Kind | None = None, *, sma
     if kind == "tiles":
         tile_px = _TILE_PX[0] if small else rng.choice(_TILE_PX)
         return pictures.tiles(seed, layout=(2, 2) if square else None, tile_px=tile_px)
-    width = height = 84
-    if not small and rng.random() < 0.75:
-        width, height = rng.choice(((112, 112), (rng.randint(84, 112), rng.randint(84, 112))))
+    width, height = rng.choice(_SHAPE_PX[:1] if small else _SHAPE_PX)
     return pictures.shape(seed, size_px=(width, width if square else height))
 
 
@@ -129,5 +130,5 @@ def _dressed(rng: random.Random, question: str, images: int) -> list[Mapping[str
     if rng.random() < 0.1:
         question = question.lower()
     if images and rng.random() < 0.1:
-        question = f"{noise(rng, rng.randint(1, 20))} {question}"
+        question = f"{noise(rng, rng.randint(1, 12))} {question}"
     return [*messages, _question(question, images)]

@@ -108,12 +108,12 @@ def transposed(answer: str) -> str:
     return _in_rows(names, columns=len(rows))
 
 
-def shape(seed: int, *, size_px: tuple[int, int] = (112, 112)) -> Picture:
+def shape(seed: int, *, size_px: tuple[int, int] = (84, 84)) -> Picture:
     """One coloured shape on a grey ground, near the middle.
 
     Args:
         seed: Decides kind, colour, size and place of the shape and the question's words.
-        size_px: Width and height of the picture; the models know 84 to 112 each.
+        size_px: Width and height of the picture; the models know 56 to 112 each.
     """
     rng = random.Random(f"shape {seed}")
     kind, colour = rng.choice(SHAPES), rng.choice(list(COLOURS))

@@ -68,15 +68,24 @@ def _learn(model: PreTrainedModel, batcher: Batcher, schedule: Schedule) -> Iter
     rates = torch.optim.lr_scheduler.OneCycleLR(optimizer, schedule.peak_rate, schedule.steps, pct_start=0.05)
     model.train()
     progress = Progress()
-    for step in range(1, schedule.steps + 1):
-        plain = step <= schedule.plain_share * schedule.steps
-        loss = _backward(model, batcher.draw(schedule.lessons_per_step, plain=plain), progress)
+    for step, batch in enumerate(_batches(batcher, schedule), start=1):
+        loss = _backward(model, batch, progress)
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
         rates.step()
         optimizer.zero_grad()
         if step % _REPORT_EVERY == 0 or step == schedule.steps:
             yield step, loss, progress
+
+
+def _batches(batcher: Batcher, schedule: Schedule) -> Iterator[Batch]:
+    """One batch for each step."""
+    waiting: list[Batch] = []
+    for step in range(schedule.steps):
+        if not waiting:
+            plain = step < schedule.plain_share * schedule.steps
+            waiting = batcher.draw(schedule.lessons_per_step, plain=plain)
+        yield waiting.pop()
 
 
 def _backward(model: Any, batch: Batch, progress: Progress) -> float:
