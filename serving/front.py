@@ -63,6 +63,8 @@ class Front:
         app.include_router(generate_router(service))
         app.exception_handler(TriptychError)(_our_error)
         app.exception_handler(RequestValidationError)(_invalid_body)
+        # vLLM's SageMaker routes have built the stack already, with the handlers that were known then.
+        app.middleware_stack = app.build_middleware_stack()
         return cls(front, client, app, service)
 
     def close(self) -> None:
