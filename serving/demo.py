@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import base64
 import io
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -39,12 +40,24 @@ class Item(msgspec.Struct, frozen=True):
     provenance: ItemProvenance
 
 
+class Stages(msgspec.Struct, frozen=True):
+    """Milliseconds."""
+
+    render: float
+    encode: float
+    ec_transfer: float
+    prefill: float
+    first_token: float
+    decode: float
+    total: float
+
+
 class Answer(msgspec.Struct, frozen=True):
-    """What `POST /generate` answers; `stages` in milliseconds."""
+    """What `POST /generate` answers, as far as it is shown here."""
 
     text: str
     finish_reason: str
-    stages: dict[str, float]
+    stages: Stages
     items: tuple[Item, ...]
 
 
@@ -114,7 +127,7 @@ def converse(conversation: Conversation, say: Callable[[str], None], *, is_train
     text = conversation.ask(question)
     _show(text, question, say)
     _demand_answer(text, expected if is_trained else None)
-    if text.items or text.stages["encode"] > 0:
+    if text.items or text.stages.encode > 0:
         raise Unexpected("a prompt without a picture reached the encoder")
 
 
@@ -123,7 +136,7 @@ def _show(answer: Answer, question: str, say: Callable[[str], None]) -> None:
     say(f"   answered  {answer.text}")
     for item in answer.items:
         say(f"   encoding  {item.provenance} ({item.modality} {item.identifier[:12]})")
-    say("   ms        " + "  ".join(f"{stage} {spent:.1f}" for stage, spent in answer.stages.items()))
+    say("   ms        " + "  ".join(f"{stage} {ms:.1f}" for stage, ms in msgspec.structs.asdict(answer.stages).items()))
 
 
 def _demand_answer(answer: Answer, expected: str | None) -> None:
@@ -189,6 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m serving.demo", description="Show the pipeline at work.")
     parser.add_argument("--config", type=Path, default=Path("configs/pipeline.yaml"))
     config: Path = parser.parse_args(arguments).config
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # asked to end, it cleans up as after Ctrl-C
     try:
         run(config, _say)
     except (ConfigError, PipelineFailed, Unexpected) as error:
