@@ -1,0 +1,212 @@
+"""The IO thread of one worker: owner of the NIXL agent, the control sockets and the slab.
+
+It sleeps in one poll over all sockets, until a peer, the scheduler or the worker wants something or a deadline
+passes. Only while a read is under way that has not completed at once does it look again every 50 us, which is
+what a slow lane needs without burning the core that the engine computes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+
+from ec_connector.config import ECConfig
+from ec_connector.core import Core, Identity, control_address
+from ec_connector.protocol import (
+    Done,
+    PeerMessage,
+    PeerReply,
+    Refused,
+    ToAgent,
+    encode,
+)
+from ec_connector.slab import Slab
+from ec_connector.transport.nixl import NixlAgent
+from ec_connector.transport.zmq import ConnectionLost, Hub, Received, local_address
+
+logger = logging.getLogger(__name__)
+
+_PEERS, _SCHEDULER = "peers", "scheduler"
+_MOVING_SLEEP_S = 50e-6
+_CALL_TIMEOUT_S = 30.0
+
+Result = TypeVar("Result")
+
+
+class _Network:
+    """Control connections as the state machines see them."""
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+
+    def connect(self, address: str) -> None:
+        self._hub.connect(address)
+
+    def disconnect(self, address: str) -> None:
+        self._hub.disconnect(address)
+
+    def send(self, address: str, message: PeerMessage) -> None:
+        self._hub.send(address, encode(message))
+
+
+class Agent:
+    """Runs a `Core` on a thread of its own.
+
+    Args:
+        config: The operator's settings.
+        slab: The memory; nothing else may write to it except into extents from `Core.reserve`.
+        engine_id: vLLM's id of the engine, shared with its scheduler.
+        rank: This worker among `ranks` of the engine.
+        ranks: Workers of the engine.
+        compatibility: `compatibility_hash` of the model.
+        dtype: Element type of encoder outputs.
+
+    Raises:
+        OSError: The control address cannot be bound.
+    """
+
+    def __init__(
+        self,
+        config: ECConfig,
+        slab: Slab,
+        *,
+        engine_id: str,
+        rank: int,
+        ranks: int,
+        compatibility: str,
+        dtype: str,
+    ) -> None:
+        self._hub = Hub(config.secret)
+        port = config.control_port + rank if config.control_port else 0
+        bound = self._hub.serve(_PEERS, control_address(config.control_host, port))
+        self._hub.serve(_SCHEDULER, local_address(engine_id, rank))
+        peer = control_address(config.control_host, urlsplit(bound).port or 0)
+        self.identity = Identity(engine_id, rank, ranks, peer, uuid.uuid4().hex, compatibility, dtype)
+        self._nixl = NixlAgent(f"ec-{self.identity.epoch}", slab.region)
+        self._core = Core(
+            self.identity,
+            config,
+            slab,
+            nixl_metadata=self._nixl.metadata(),
+            reader=self._nixl,
+            network=_Network(self._hub),
+            clock=time.monotonic,
+        )
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._scheduler: bytes | None = None
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="ec-agent", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+        logger.info("EC agent %s listens at %s", self.identity.epoch, self.identity.peer)
+
+    def stop(self) -> None:
+        """Close the sockets and end the thread. The slab stays mapped: a peer may still be reading it."""
+        if self._thread.is_alive():
+            self.post(self._stop)
+            self._thread.join(_CALL_TIMEOUT_S)
+
+    def call(self, function: Callable[[Core, float], Result]) -> Result:
+        """Run `function(core, now)` on the IO thread and return its result. For other threads."""
+        future: Future[Result] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function(self._core, time.monotonic()))
+            except Exception as error:  # handed to the caller, who owns it
+                future.set_exception(error)
+
+        self.post(run)
+        return future.result(_CALL_TIMEOUT_S)
+
+    def post(self, command: Callable[[], None]) -> None:
+        """Run `command` on the IO thread some time soon."""
+        self._commands.put(command)
+        self._hub.wake()
+
+    def tell(self, function: Callable[[Core], None]) -> None:
+        """Run `function(core)` on the IO thread, before any message that the caller's process sends later."""
+        self.post(lambda: function(self._core))
+
+    def _stop(self) -> None:
+        self._stopping = True
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._turn()
+            self._hub.close()
+        except BaseException:
+            # Without this thread every gated request would wait for ever. vLLM notices a dead worker.
+            logger.critical("the EC agent's IO thread failed", exc_info=True)
+            os._exit(1)
+
+    def _turn(self) -> None:
+        """One round: wait, run commands, take messages, advance, answer."""
+        for event in self._wait():
+            match event:
+                case ConnectionLost():
+                    self._core.fetches.on_lost(time.monotonic(), event.address)
+                case Received():
+                    self._receive(event)
+        if self._core.producer.open_leases:
+            for note in self._nixl.notes():
+                self._core.producer.reader_done(msgspec.msgpack.decode(note, type=Done))
+        to_scheduler, to_peers = self._core.poll(time.monotonic())
+        for message in to_scheduler:
+            assert self._scheduler is not None
+            self._hub.reply(_SCHEDULER, self._scheduler, encode(message))
+        for sender, reply in to_peers:
+            self._hub.reply(_PEERS, sender, encode(reply))
+
+    def _wait(self) -> list[Received | ConnectionLost]:
+        now = time.monotonic()
+        wake_at = self._core.wake_at(now)
+        if self._core.fetches.moving:
+            time.sleep(_MOVING_SLEEP_S)
+        events = self._hub.poll(None if wake_at is None else max(0.0, wake_at - now))
+        # A message that was sent after a command was posted must find the command done.
+        while not self._commands.empty():
+            self._commands.get()()
+        return events
+
+    def _receive(self, event: Received) -> None:
+        now = time.monotonic()
+        if event.origin == _SCHEDULER:
+            self._scheduler = event.sender
+            answer = self._core.on_local(now, msgspec.msgpack.decode(event.payload, type=ToAgent))
+            if answer is not None:
+                self._hub.reply(_SCHEDULER, event.sender, encode(answer))
+        elif event.origin == _PEERS:
+            reply = self._answer(now, event)
+            if reply is not None:
+                self._hub.reply(_PEERS, event.sender, encode(reply))
+        else:
+            self._take_reply(now, event)
+
+    def _answer(self, now: float, event: Received) -> PeerReply | None:
+        try:
+            message = msgspec.msgpack.decode(event.payload, type=PeerMessage)
+        except (msgspec.ValidationError, msgspec.DecodeError) as error:
+            logger.warning("unreadable message from an EC peer: %s", error)
+            return Refused("unreadable message")
+        return self._core.on_peer(now, event.sender, message)
+
+    def _take_reply(self, now: float, event: Received) -> None:
+        try:
+            reply = msgspec.msgpack.decode(event.payload, type=PeerReply)
+        except (msgspec.ValidationError, msgspec.DecodeError) as error:
+            logger.warning("unreadable reply from EC peer %s: %s", event.origin, error)
+            reply = Refused("unreadable reply")
+        self._core.fetches.on_reply(now, event.origin, reply)

@@ -1,0 +1,283 @@
+"""Everything one agent knows, without its thread and sockets.
+
+Puts the pool, the producer's and the consumer's state machines and the slab together, and answers the three
+who talk to an agent: peers, the engine's scheduler, and the worker. All methods run on the IO thread.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from ec_connector.config import ECConfig
+from ec_connector.consumer import Consumer
+from ec_connector.fetches import Fetches, Limits, Network, Reader
+from ec_connector.pool import Extent, Pool, Spec, State
+from ec_connector.producer import Producer
+from ec_connector.protocol import (
+    WIRE_VERSION,
+    Announce,
+    Announced,
+    Done,
+    Drop,
+    Fail,
+    Get,
+    Hello,
+    Noted,
+    PeerMessage,
+    PeerReply,
+    PinView,
+    Refused,
+    Release,
+    Retract,
+    ToAgent,
+    ToScheduler,
+    Want,
+    Welcome,
+    announced_fields,
+)
+from ec_connector.slab import Slab, element_type
+from serving.protocol import EncodingRef
+
+_KEPT_FAILURES = 1024
+_DEVICE_POLL_S = 0.001
+
+Ready = Callable[[], bool]
+"""Whether the device has finished what was asked of it."""
+
+
+class Identity(msgspec.Struct, frozen=True):
+    """Who this agent is. `peer` is its control address, `epoch` is unique to this start.
+
+    `rank` of `ranks` counts the workers of one engine; `dtype` and `compatibility` describe the model.
+    """
+
+    engine_id: str
+    rank: int
+    ranks: int
+    peer: str
+    epoch: str
+    compatibility: str
+    dtype: str
+
+
+class Failure(msgspec.Struct, frozen=True):
+    reason: str
+    identifiers: tuple[str, ...]
+
+
+class Core:
+    """The state of one agent.
+
+    Args:
+        identity: Who we are.
+        config: The operator's settings.
+        slab: The memory.
+        nixl_metadata: What peers need to read it.
+        reader: The data plane.
+        network: Control connections to peers.
+        clock: Monotonic seconds, for measuring.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        config: ECConfig,
+        slab: Slab,
+        *,
+        nixl_metadata: bytes,
+        reader: Reader,
+        network: Network,
+        clock: Callable[[], float],
+    ) -> None:
+        self._identity = identity
+        self._config = config
+        self._slab = slab
+        self._nixl_metadata = nixl_metadata
+        self.pool = Pool(config.slab_bytes)
+        self.producer = Producer(self.pool, peer=identity.peer, epoch=identity.epoch, pin_lease_s=config.pin_lease_s)
+        self.fetches = Fetches(
+            self.pool,
+            slab,
+            reader,
+            network,
+            limits=Limits(config.read_deadline_s, config.quarantine_s, identity.rank, identity.ranks),
+            hello=Hello(WIRE_VERSION, identity.compatibility),
+            clock=clock,
+        )
+        self.consumer = Consumer(self.pool, self.fetches, refuses=self._refuses, busy_wait_s=config.busy_wait_s)
+        self._failures: OrderedDict[str, Failure] = OrderedDict()
+        self._on_device: list[tuple[Ready, Callable[[], None]]] = []
+        self.saves = 0
+        self.saves_skipped = 0
+        self.loads = 0
+
+    # --- peers ------------------------------------------------------------------------------------------------
+
+    def on_peer(self, now: float, sender: bytes, message: PeerMessage) -> PeerReply | None:
+        """The answer to a peer's message, if it has one now."""
+        match message:
+            case Hello():
+                return self._welcome(message)
+            case Get():
+                return self.producer.get(now, sender, message)
+            case Done() | Release():
+                self.producer.reader_done(message)
+                return None
+
+    def _welcome(self, hello: Hello) -> PeerReply:
+        if hello.wire_version != WIRE_VERSION:
+            return Refused(f"wire version {hello.wire_version}, not {WIRE_VERSION}")
+        if hello.compatibility != self._identity.compatibility:
+            return Refused("another model, revision or dtype")
+        region = self._slab.region
+        return Welcome(self._identity.epoch, self._nixl_metadata, region.address, region.size_bytes, region.device)
+
+    # --- the scheduler ----------------------------------------------------------------------------------------
+
+    def on_local(self, now: float, message: ToAgent) -> ToScheduler | None:
+        """Act on a message of the engine's scheduler; the answer, if it has one now."""
+        match message:
+            case Want():
+                self.consumer.want(message)
+            case Drop():
+                self.consumer.drop(message)
+            case PinView():
+                self.consumer.pin_view(message)
+            case Announce():
+                refs = self.producer.announce(now, message.identifiers, message.metadata)
+                return Announced(message.token, self._identity.peer, self._identity.epoch, refs)
+            case Retract():
+                self.producer.release(message.leases)
+            case Fail():
+                self._failures[message.request_id] = Failure(message.reason, message.identifiers)
+                while len(self._failures) > _KEPT_FAILURES:
+                    self._failures.popitem(last=False)
+                return Noted(message.request_id)
+        return None
+
+    # --- the worker -------------------------------------------------------------------------------------------
+
+    def absent(self, identifiers: Sequence[str]) -> list[str]:
+        """Those of `identifiers` that the slab neither holds nor is filling."""
+        return [identifier for identifier in identifiers if self.pool.find(identifier) is None]
+
+    def reserve(self, spec: Spec) -> Extent | None:
+        """A filling extent for an item to be saved; None when it is here already or everything is pinned."""
+        if self.pool.find(spec.identifier) is not None:
+            return None
+        extents = self.pool.reserve([spec])
+        if extents is None:
+            self.saves_skipped += 1
+            return None
+        return extents[0]
+
+    def saved(self, extent: Extent, ready: Ready | None) -> None:
+        """The copy into `extent` was issued; it is there once `ready` says so (None: already)."""
+
+        def commit() -> None:
+            self.saves += 1
+            self.pool.commit(extent, self._slab.digest(extent.offset, extent.size_bytes))
+
+        self._when(ready, commit)
+
+    def locate(self, identifier: str) -> Extent:
+        """The extent of an item that a request pins.
+
+        Raises:
+            LookupError: It is not there, which a request's pin rules out.
+        """
+        extent = self.pool.find(identifier)
+        if extent is None or extent.state is not State.READY:
+            raise LookupError(f"{identifier} was to be loaded, but the slab does not hold it")
+        self.loads += 1
+        return extent
+
+    def evicted(self, load_ids: list[int] | None, ready: Ready | None) -> None:
+        """vLLM dropped these views (None: all); the device stops reading them once `ready` says so."""
+        self._when(ready, lambda: self.consumer.drop_views(load_ids))
+
+    def announce(self, now: float, identifiers: Sequence[str]) -> dict[str, dict[str, Any] | None]:
+        """The fields of an unsigned reference and the metadata, per item; None where the slab lacks it."""
+        refs = self.producer.announce(now, identifiers, {})
+        return {i: self._announcement(refs[i]) if i in refs else None for i in identifiers}
+
+    def take_failures(self, request_ids: Sequence[str] | None) -> dict[str, dict[str, Any]]:
+        """Remove and return the failures of these requests (None: all), keyed by the ids given.
+
+        A request is known here by vLLM's internal id: the external one, `-` and 8 characters.
+        """
+        taken = {}
+        for internal in list(self._failures):
+            external = internal if request_ids is None else _match(internal, request_ids)
+            if external is not None:
+                taken[external] = msgspec.to_builtins(self._failures.pop(internal))
+        return taken
+
+    def stats(self) -> dict[str, int | float]:
+        counts: dict[str, int | float] = {
+            **msgspec.structs.asdict(self.pool.stats()),
+            "saves": self.saves,
+            "saves_skipped": self.saves_skipped,
+            "loads": self.loads,
+            "hits": self.consumer.hits,
+            "reads": self.fetches.reads,
+            "read_bytes": self.fetches.read_bytes,
+            "read_seconds": self.fetches.read_seconds,
+            "open_pins": self.consumer.open_pins,
+            "open_leases": self.producer.open_leases,
+            "leases_expired": self.producer.leases_expired,
+            "nacks_sent": self.producer.nacks,
+            "nacks_received": self.fetches.nacks,
+        }
+        counts.update({f"failed_{reason}": number for reason, number in self.consumer.failures.items()})
+        return counts
+
+    # --- time -------------------------------------------------------------------------------------------------
+
+    def poll(self, now: float) -> tuple[list[ToScheduler], list[tuple[bytes, PeerReply]]]:
+        """Advance everything; returns messages for the scheduler, and (sender, reply) for peers."""
+        pending, self._on_device = self._on_device, []
+        for ready, action in pending:
+            self._when(ready, action)
+        return self.consumer.poll(now), self.producer.poll(now)
+
+    def wake_at(self, now: float) -> float | None:
+        """When `poll` has something to do at the latest; None when nothing is timed."""
+        if self.fetches.moving:
+            return now
+        deadlines = [self.consumer.next_deadline(), self.producer.next_deadline(), self.fetches.next_deadline(now)]
+        deadlines += [now + _DEVICE_POLL_S] if self._on_device else []
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+
+    def _when(self, ready: Ready | None, action: Callable[[], None]) -> None:
+        if ready is None or ready():
+            action()
+        else:
+            self._on_device.append((ready, action))
+
+    def _announcement(self, ref: EncodingRef) -> dict[str, Any]:
+        return {**announced_fields(ref), "metadata": self.producer.metadata_of(ref.identifier)}
+
+    def _refuses(self, ref: EncodingRef) -> bool:
+        """Whether a reference is ruled out before its peer is contacted."""
+        if ref.dtype != self._identity.dtype:
+            return True
+        if min(ref.shape) <= 0 or ref.size_bytes != math.prod(ref.shape) * element_type(ref.dtype).itemsize:
+            return True
+        return not self._config.allows(urlsplit(ref.peer).hostname or "")
+
+
+def _match(internal: str, request_ids: Sequence[str]) -> str | None:
+    return next((r for r in request_ids if internal == r or (internal[:-9] == r and internal[-9] == "-")), None)
+
+
+def control_address(host: str, port: int) -> str:
+    """`tcp://host:port`, with IPv6 addresses in brackets."""
+    return f"tcp://[{host}]:{port}" if ipaddress.ip_address(host).version == 6 else f"tcp://{host}:{port}"

@@ -1,0 +1,71 @@
+"""The memory behind a pool: one allocation on the engine's device, registered whole."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import xxhash
+
+from ec_connector.transport.nixl import HOST_DEVICE, Region
+
+
+class Slab:
+    """`size_bytes` of memory on `device`. Offsets are the pool's.
+
+    Content is digested with xxh3_64 on the host, whatever the device, so that peers on different devices agree.
+    """
+
+    def __init__(self, size_bytes: int, device: torch.device) -> None:
+        self._bytes = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._staging: torch.Tensor | None = None
+        self.device = device
+
+    @property
+    def region(self) -> Region:
+        device = HOST_DEVICE if self.device.type == "cpu" else self._bytes.device.index
+        return Region(self._bytes.data_ptr(), self._bytes.numel(), device)
+
+    def view(self, offset: int, shape: tuple[int, int], dtype: str) -> torch.Tensor:
+        """The tensor stored at `offset`, sharing the slab's memory. Shape (rows, width)."""
+        element = element_type(dtype)
+        size = math.prod(shape) * element.itemsize
+        return self._bytes[offset : offset + size].view(element).view(shape)
+
+    def write(self, offset: int, tensor: torch.Tensor) -> None:
+        """Copy `tensor` (rows, width) to `offset`, in the order of the current stream."""
+        self.view(offset, (tensor.shape[0], tensor.shape[1]), dtype_name(tensor)).copy_(tensor.detach())
+
+    def digest(self, offset: int, size_bytes: int) -> int:
+        """xxh3_64 over the bytes at `offset`. Nothing may be writing there."""
+        return int(xxhash.xxh3_64_intdigest(self._host_bytes(offset, size_bytes).numpy()))
+
+    def _host_bytes(self, offset: int, size_bytes: int) -> torch.Tensor:
+        source = self._bytes[offset : offset + size_bytes]
+        if self._stream is None:
+            return source
+        if self._staging is None or self._staging.numel() < size_bytes:
+            self._staging = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+        target = self._staging[:size_bytes]
+        with torch.cuda.stream(self._stream):  # of its own, so as not to wait for the engine's compute
+            target.copy_(source, non_blocking=True)
+        self._stream.synchronize()
+        return target
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """torch.bfloat16 -> "bfloat16"."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def element_type(name: str) -> torch.dtype:
+    """The floating-point torch dtype of that name.
+
+    Raises:
+        ValueError: There is none.
+    """
+    dtypes = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+    if name not in dtypes:
+        raise ValueError(f"{name!r} is no element type of encoder outputs")
+    return dtypes[name]
