@@ -54,7 +54,8 @@ def _line(details: ErrorDetails, root: type[BaseModel], prefix: str) -> str:
     elif kind in _EXPECTED:
         text = f"expected {_EXPECTED[kind]}, got {_shown(details['input'])}"
     elif kind == "literal_error":
-        text = f"must be one of {context['expected']}, got {_shown(details['input'])}"
+        one_of = "one of " if " or " in context["expected"] else ""
+        text = f"must be {one_of}{context['expected']}, got {_shown(details['input'])}"
     elif kind == "value_error":
         text = str(context["error"])
     else:

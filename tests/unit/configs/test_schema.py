@@ -50,7 +50,10 @@ def test_nothing_can_be_changed_after_loading() -> None:
         ({"num_gpus": 1.5}, "num_gpus (1.5) must be a fraction below 1 or a whole number"),
         ({"num_gpus": 2}, "tensor_parallel_size (1) must equal num_gpus (2)"),
         ({"num_gpus": 0.5, "tensor_parallel_size": 2}, "tensor_parallel_size (2) must equal num_gpus (0.5)"),
-        ({"num_gpus": 0.5, "gpu_memory_utilization": 0.6}, "gpu_memory_utilization (0.6) must not exceed num_gpus (0.5)"),
+        (
+            {"num_gpus": 0.5, "gpu_memory_utilization": 0.6},
+            "(0.6) must not exceed num_gpus (0.5)",
+        ),
         ({"num_gpus": 1}, "all stages of a model must use the same kind of device"),
         ({"resources": {"prefill": 0}}, "models[0].prefill.resources.prefill: must be > 0"),
         ({"request_timeout_s": float("nan")}, "unknown key"),
@@ -66,7 +69,10 @@ def test_a_stage_that_cannot_work_is_refused(stage: dict[str, Any], expected: st
     ("scaling", "expected"),
     [
         ({"num_replicas": 2, "autoscaling": {"max_replicas": 3, "target_ongoing_requests": 2}}, "not both"),
-        ({"autoscaling": {"max_replicas": 1, "min_replicas": 2, "target_ongoing_requests": 2}}, "max_replicas (1) must"),
+        (
+            {"autoscaling": {"max_replicas": 1, "min_replicas": 2, "target_ongoing_requests": 2}},
+            "(1) must be >= min",
+        ),
         ({"autoscaling": {"max_replicas": 2, "target_ongoing_requests": 65}}, "or no replica is ever added"),
         ({"autoscaling": {"max_replicas": 2}}, "target_ongoing_requests: required, but missing"),
     ],
@@ -78,7 +84,10 @@ def test_scaling_that_contradicts_itself_is_refused(scaling: dict[str, Any], exp
 @pytest.mark.parametrize(
     ("model", "expected"),
     [
-        ({"model": "builtin:tiny-qwen9"}, "models[0].model: unknown built-in model 'builtin:tiny-qwen9'; known: builtin:"),
+        (
+            {"model": "builtin:tiny-qwen9"},
+            "models[0].model: unknown built-in model 'builtin:tiny-qwen9'; known: ",
+        ),
         ({"model": "./no/such/place"}, "models[0].model: no checkpoint at ./no/such/place"),
         ({"block_size": 16}, "block_size (16) must be a multiple of 32 on the CPU"),
         ({"dtype": "int3"}, "models[0].dtype: must be one of 'auto', 'bfloat16', 'float16' or 'float32', got 'int3'"),
@@ -99,7 +108,10 @@ def test_a_model_that_cannot_work_is_refused(model: dict[str, Any], expected: st
         ({"advertise_host": "10.1.2.3", "cluster_secret_file": "/x"}, "lies in none of peer_networks"),
         ({"peer_networks": ["10.0.0.0/99"]}, "expected a network such as 10.0.0.0/16"),
         ({"peer_networks": []}, "cluster.peer_networks"),
-        ({"encoding_transfer": {"pin_lease_s": 40}}, "pin_lease_s (40) must exceed read_deadline_s + quarantine_s (40)"),
+        (
+            {"encoding_transfer": {"pin_lease_s": 40}},
+            "(40) must exceed read_deadline_s + quarantine_s (40)",
+        ),
         ({"encoding_transfer": {"pin_lease_s": 41}}, "less time than clock_skew_s"),
         ({"kv_lease_s": 5}, "handoff_margin_s (5) < kv_lease_s (5)"),
         ({"handoff_margin_s": 0.5}, "clock_skew_s (1) < handoff_margin_s (0.5)"),
@@ -162,7 +174,7 @@ def test_thread_settings_are_for_the_cpu_only() -> None:
     [({}, 0.05), ({"num_gpus": 1}, 0.9), ({"num_gpus": 0.5}, 0.45), ({"gpu_memory_utilization": 0.2}, 0.2)],
 )
 def test_an_engine_takes_only_its_share_of_memory(stage: dict[str, Any], expected: float) -> None:
-    stages = {name: stage for name in ("encoder", "prefill", "decode")}
+    stages = dict.fromkeys(("encoder", "prefill", "decode"), stage)
     assert config(**stages).models[0].decode.memory_utilization == pytest.approx(expected)
 
 
