@@ -190,10 +190,17 @@ def _genuine_references(
         for name, ref in offered.items()
         if ref is not None
         and ref.identifier == name
+        and _has_wire_numbers(ref)
         and ref.salt_digest == tenant
         and epochs.get(ref.peer, ref.epoch) == ref.epoch
         and verify(ref)
     }
+
+
+def _has_wire_numbers(ref: EncodingRef) -> bool:
+    """Whether the reference's numbers are ones that a server can have put on the wire; JSON allows any."""
+    numbers = (*ref.shape, ref.generation, ref.size_bytes, ref.digest, ref.offset or 0)
+    return all(0 <= number < 1 << 64 for number in numbers)
 
 
 def _check_totals(requirement: FeatureRequirement, items: Sequence[Inspected]) -> None:
