@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from vllm.config import ModelConfig
 from vllm.distributed.ec_transfer.ec_connector.utils import PlaceholderMetadataResolver
+from vllm.exceptions import VLLMClientError
 from vllm.inputs import EngineInput, mm_input, tokens_input
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.inputs import (
@@ -191,7 +192,7 @@ def decode_sampling(data: bytes) -> SamplingParams:
     """
     try:
         return msgspec.msgpack.decode(data, type=SamplingParams)
-    except (msgspec.MsgspecError, TypeError, ValueError) as error:
+    except (msgspec.MsgspecError, VLLMClientError, TypeError, ValueError) as error:
         raise InvalidRequest(f"sampling parameters: {error}", param="sampling_params") from error
 
 

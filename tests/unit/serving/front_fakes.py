@@ -1,0 +1,84 @@
+"""A pipeline for tests of the front, and what they send to it.
+
+`FakePipeline` runs no stage: it yields the report and chunks that a test gave it, or raises where the test says. It
+does not check requests, keep caches, or know of deadlines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+from collections.abc import AsyncGenerator
+
+from PIL import Image
+
+from serving.errors import TriptychError
+from serving.protocol import DecodeChunk, ItemProvenance, Logprobs
+from serving.stages import PipelineRequest, Report, ReportedItem
+
+HELLO = (DecodeChunk("Hel", (72,), finished=False), DecodeChunk("lo", (105,), finished=True, finish_reason="stop"))
+
+
+class FakePipeline:
+    """Answers every request with `chunks`.
+
+    Attributes:
+        error: Raised in place of the report (`fail_after` 0) or after that many chunks.
+        pause: Waited for before each chunk after the first, when set.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.requests: list[PipelineRequest] = []
+        self.chunks: tuple[DecodeChunk, ...] = HELLO
+        self.error: type[TriptychError] | None = None
+        self.error_args: dict[str, object] = {}
+        self.fail_after = 0
+        self.prompt_logprobs: Logprobs | None = None
+        self.pause: asyncio.Event | None = None
+        self.paused = asyncio.Event()
+        self.running = 0
+
+    async def generate(self, request: PipelineRequest) -> AsyncGenerator[Report | DecodeChunk, None]:
+        self.requests.append(request)
+        self.running += 1
+        try:
+            self._maybe_fail(0)
+            yield Report(
+                items=tuple(ReportedItem(f.identifier, f.modality, ItemProvenance.ENCODED) for f in request.features),
+                encode_s=0.01,
+                ec_transfer_s=0.001,
+                prefill_s=0.02,
+                num_cached_tokens=3,
+                prompt_logprobs=self.prompt_logprobs,
+            )
+            for count, chunk in enumerate(self.chunks):
+                if count and self.pause is not None:
+                    self.paused.set()
+                    await self.pause.wait()
+                if count:
+                    self._maybe_fail(count)
+                yield chunk
+        finally:
+            self.running -= 1
+
+    def _maybe_fail(self, count: int) -> None:
+        if self.error is not None and self.fail_after == count:
+            raise self.error("refused by the test", **self.error_args)
+
+
+async def healthy() -> None:
+    """A model whose stages can serve."""
+
+
+def png(seed: int, size: tuple[int, int] = (112, 84)) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", size, (seed % 256, seed * 3 % 256, 7)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def data_url(seed: int) -> str:
+    return "data:image/png;base64," + base64.b64encode(png(seed)).decode()
