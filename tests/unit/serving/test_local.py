@@ -64,7 +64,11 @@ def config(tmp_path: Path) -> Path:
 
 
 def is_alive(pid: int) -> bool:
-    return Path(f"/proc/{pid}/environ").exists() and Path(f"/proc/{pid}/environ").read_bytes() != b""
+    """Whether the process runs; one that has ended may wait to be reaped by a parent that is not ours."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def test_it_serves_on_a_port_of_its_own_and_leaves_nothing(programs: Programs, config: Path) -> None:
