@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from prefill.items import Inspected, inspect, known_items
-from prefill.layout import NamedFeature, check_prompt, named
+from prefill.layout import NamedFeature, check_length, check_vocabulary, named
 from prefill.requirement import FeatureRequirement, Need
 from serving.errors import (
     ECReferenceRequired,
@@ -33,7 +33,7 @@ from serving.errors import (
     TriptychError,
     UnusedReference,
 )
-from serving.protocol import EncodingRef, Feature, Metadata, ResolvedItem, Tensors
+from serving.protocol import EncodingRef, Feature, Metadata, Placeholder, ResolvedItem, Tensors
 from serving.references import salt_digest
 
 __all__ = ["Admission", "Admitted", "Decision", "FeatureRequirement", "Need", "check"]
@@ -126,17 +126,16 @@ def check(
         TriptychError: One of the InvalidRequest family. `param` names the item, `hashes` every item refused for
             the same reason. Permanent: the same request fails again.
     """
-    check_prompt(requirement, token_ids)
+    check_length(requirement, token_ids)
     items = named(requirement, features, len(token_ids))
     present = {item.feature.identifier for item in items}
     stray = [name for name in refs if name not in present]
     if stray:
         raise UnusedReference("a reference names no item of this request", "ec_transfer_params", stray)
-    if not items:
-        return Admission(())
     genuine = _genuine_references(refs, held or {}, cache_salt, verify, epochs or {})
     known = known_items(items, genuine, held or {})
     inspected = [inspect(requirement, item, known[item.feature.identifier], token_ids, rendered) for item in items]
+    check_vocabulary(requirement, token_ids, _compared_ranges(requirement, inspected))
     _check_totals(requirement, inspected)
     verdicts = [_verdict(requirement, item, held is not None) for item in inspected]
     _refuse_first(requirement, inspected, verdicts)
@@ -201,6 +200,15 @@ def _has_wire_numbers(ref: EncodingRef) -> bool:
     """Whether the reference's numbers are ones that a server can have put on the wire; JSON allows any."""
     numbers = (*ref.shape, ref.generation, ref.size_bytes, ref.digest, ref.offset or 0)
     return all(0 <= number < 1 << 64 for number in numbers)
+
+
+def _compared_ranges(requirement: FeatureRequirement, items: Sequence[Inspected]) -> list[Placeholder]:
+    """Ranges whose every token was compared with the one that stands for a row."""
+    return [
+        item.placeholder
+        for item in items
+        if item.placeholder.is_embed is None and requirement.embed_token(item.named.feature.modality) is not None
+    ]
 
 
 def _check_totals(requirement: FeatureRequirement, items: Sequence[Inspected]) -> None:

@@ -26,12 +26,18 @@ _MAX_GRID = 1 << 20
 """Patches along one axis. Far above any image; keeps products of hostile numbers small."""
 
 
+_IMAGE_FIELDS = frozenset({"image_grid_thw"})
+
+
 class FieldError(ValueError):
     """One item contradicts its family's rules. The message names the field, never its contents."""
 
 
 class Family(Protocol):
-    """The checks of one model family. Stateless; every method is pure and cheap."""
+    """The checks of one model family. Stateless; every method is pure and cheap.
+
+    `modality` is one that vLLM says the model takes.
+    """
 
     @property
     def name(self) -> str: ...
@@ -107,12 +113,13 @@ class QwenVL:
     prunes_video: bool = False
 
     def fields(self, modality: str) -> frozenset[str]:
-        return {"image": frozenset({"image_grid_thw"}), "video": self.video_fields}.get(modality, frozenset())
+        return _IMAGE_FIELDS if modality == "image" else self.video_fields
 
     def embed_token(self, modality: str) -> int | None:
         """Of a pruned video vLLM marks every token of the range, so none of them stands for a row."""
-        video = None if self.prunes_video else self.video_token_id
-        return {"image": self.image_token_id, "video": video}.get(modality)
+        if modality == "image":
+            return self.image_token_id
+        return None if self.prunes_video else self.video_token_id
 
     def allows_gaps(self, modality: str) -> bool:
         return modality == "video" and self.frame_markers is not None

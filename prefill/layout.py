@@ -11,7 +11,7 @@ from prefill.requirement import FeatureRequirement
 from serving.errors import InvalidFeature, InvalidRequest
 from serving.protocol import Feature, Placeholder
 
-__all__ = ["NamedFeature", "check_prompt", "named", "placed", "rebuild_is_embed"]
+__all__ = ["NamedFeature", "check_length", "check_vocabulary", "named", "placed", "rebuild_is_embed"]
 
 _MAX_NAME_LENGTH = 1024
 
@@ -27,18 +27,38 @@ class NamedFeature:
         return InvalidFeature(f"{self.label}: {message}", self.label, [self.feature.identifier])
 
 
-def check_prompt(requirement: FeatureRequirement, token_ids: Sequence[int]) -> None:
-    """Judge the tokens alone.
+def check_length(requirement: FeatureRequirement, token_ids: Sequence[int]) -> None:
+    """Refuse a prompt that is empty, or that leaves no room for one token of an answer.
 
     Raises:
-        InvalidRequest: Empty, no room left for an answer, or an id outside the vocabulary.
+        InvalidRequest: It is.
     """
     limit = requirement.max_model_len - 1
     if not token_ids:
         raise InvalidRequest("the prompt has no tokens", "token_ids")
     if len(token_ids) > limit:
         raise InvalidRequest(f"the prompt has {len(token_ids)} tokens; {requirement.model} takes {limit}", "token_ids")
-    if min(token_ids) < 0 or max(token_ids) >= requirement.vocab_size:
+
+
+def check_vocabulary(
+    requirement: FeatureRequirement, token_ids: Sequence[int], known_ranges: Sequence[Placeholder]
+) -> None:
+    """Refuse token ids outside the vocabulary.
+
+    Args:
+        known_ranges: Ranges found to hold nothing but their placeholder token. They are most of a prompt, and
+            looking at each of their tokens once more would be most of this policy's cost.
+
+    Raises:
+        InvalidRequest: An id is outside.
+    """
+    others: list[int] = []
+    position = 0
+    for place in sorted(known_ranges, key=lambda place: place.offset):
+        others += token_ids[position : place.offset]
+        position = place.end
+    others += token_ids[position:]
+    if others and (min(others) < 0 or max(others) >= requirement.vocab_size):
         raise InvalidRequest(f"token ids must lie from 0 to {requirement.vocab_size - 1}", "token_ids")
 
 
