@@ -16,7 +16,7 @@ from http import HTTPStatus
 from typing import Any, Protocol
 
 import msgspec
-from vllm.exceptions import GenerationError, VLLMValidationError
+from vllm.exceptions import GenerationError, VLLMClientError, VLLMValidationError
 from vllm.inputs import EngineInput
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
@@ -232,8 +232,8 @@ class PipelineClient(NoEngineControls):
         try:
             checked = self.input_processor.process_inputs(request_id, prompt, params, supported_tasks=TASKS)
         except VLLMValidationError as error:
-            raise InvalidRequest(str(error), param=error.parameter) from error
-        except (ValueError, TypeError) as error:
+            raise InvalidRequest(error.args[0], param=error.parameter) from error
+        except (VLLMClientError, ValueError, TypeError) as error:
             raise InvalidRequest(str(error)) from error
         max_tokens: int | None = checked.sampling_params.max_tokens
         return max_tokens
