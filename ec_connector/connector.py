@@ -20,8 +20,9 @@ from vllm.v1.request import Request
 
 from ec_connector.agent import Agent
 from ec_connector.config import ECConfig, check_slab_size, parse_config
+from ec_connector.gate import Gate
 from ec_connector.protocol import compatibility_hash
-from ec_connector.scheduler import ECScheduler, StepMetadata
+from ec_connector.scheduler import ECScheduler, Outputs, StepMetadata
 from ec_connector.slab import Slab
 from ec_connector.transport.zmq import LocalClient, local_address
 from ec_connector.worker import ECWorker
@@ -103,18 +104,19 @@ def _build_scheduler(vllm_config: VllmConfig, config: ECConfig) -> ECScheduler:
     if ec.is_ec_consumer:
         budget = MultiModalBudget(vllm_config, MULTIMODAL_REGISTRY, enable_cache=False)
         check_slab_size(config, cache_rows=budget.encoder_cache_size, row_bytes=_widest_row_bytes(vllm_config))
-    ranks = vllm_config.parallel_config.tensor_parallel_size
-    scheduler = ECScheduler(
-        [LocalClient(local_address(ec.engine_id, rank), config.secret) for rank in range(ranks)],
-        PlaceholderMetadataResolver(vllm_config.model_config),
+    # A pure producer keeps one copy, at rank 0; where items are also loaded, every rank keeps its own.
+    ranks = vllm_config.parallel_config.tensor_parallel_size if ec.is_ec_consumer else 1
+    links = [LocalClient(local_address(ec.engine_id, rank), config.secret) for rank in range(ranks)]
+    gate = Gate(links, loads=ec.is_ec_consumer)
+    gate.await_agents()
+    model = vllm_config.model_config
+    return ECScheduler(
+        gate,
+        PlaceholderMetadataResolver(model),
+        Outputs(dict(ec.mm_encoder_output_widths), _dtype_name(vllm_config), model.dtype.itemsize),
         is_producer=ec.is_ec_producer,
         is_consumer=ec.is_ec_consumer,
-        widths=dict(ec.mm_encoder_output_widths),
-        dtype=_dtype_name(vllm_config),
-        itemsize=vllm_config.model_config.dtype.itemsize,
     )
-    scheduler.await_agents()
-    return scheduler
 
 
 def _build_worker(vllm_config: VllmConfig, config: ECConfig) -> ECWorker:
@@ -133,8 +135,6 @@ def _build_worker(vllm_config: VllmConfig, config: ECConfig) -> ECWorker:
         dtype=dtype,
     )
     agent.start()
-    # A pure producer's ranks compute the same outputs: one copy is enough. Where items are also loaded, every
-    # rank needs its own.
     return ECWorker(agent, slab, saves=rank == 0 or ec.is_ec_consumer)
 
 

@@ -1,8 +1,8 @@
-"""The consumer's side of a transfer: what requests wait for, and the pins they hold.
+"""What requests wait for, and the pins they hold.
 
-A state machine over the pool and the reads from peers; the time is a parameter. Requests
-are served in order of arrival: one that cannot get room for all its items holds back those behind it that
-need room too, so that none waits while holding what another waits for.
+A state machine over the pool and the reads from peers; the time is a parameter. Requests are served in order of
+arrival: one that cannot get room for all its items holds back those behind it that need room too, so that none
+waits while holding what another waits for.
 """
 
 from __future__ import annotations
@@ -13,47 +13,44 @@ import msgspec
 
 from ec_connector.fetches import Fetch, Fetches
 from ec_connector.pool import Extent, Pool, Spec, State
-from ec_connector.protocol import (
-    Absent,
-    Drop,
-    Missing,
-    Pinned,
-    PinView,
-    Reason,
-    Source,
-    ToScheduler,
-    Want,
-    WantedItem,
-)
+from ec_connector.protocol import Absent, Drop, Missing, Pinned, PinView, Reason, Source, ToScheduler, Want, WantedItem
 from serving.protocol import EncodingRef
 
 
 class _Request(msgspec.Struct):
-    """One request's items: still `wanted`, or pinned. `blocked_since` is set while it waits for room."""
+    """One request's items: `wanted` still, pinned, or with room promised for what its engine encodes.
+
+    `blocked_since` is set while it waits for room; `tried` is the pool's `freed` at the last attempt.
+    """
 
     wanted: dict[str, WantedItem]
     pins: dict[str, Extent]
+    promised: dict[str, Extent]
     blocked_since: float | None = None
     tried: int = -1
 
 
-class Consumer:
-    """Pins items for requests and views.
-
-    Args:
-        pool: The slab's extents.
-        fetches: Reads from peers.
-        refuses: Whether a reference is ruled out before anyone is asked.
-        busy_wait_s: How long a request may wait for room.
+class Rules(msgspec.Struct, frozen=True):
+    """Args:
+    objects_to: What rules a reference out before its peer is asked, if anything does.
+    busy_wait_s: How long a request may wait for room.
+    dtype: Element type of encoder outputs.
+    itemsize: Bytes per element.
     """
 
-    def __init__(
-        self, pool: Pool, fetches: Fetches, *, refuses: Callable[[EncodingRef], bool], busy_wait_s: float
-    ) -> None:
+    objects_to: Callable[[EncodingRef], Reason | None]
+    busy_wait_s: float
+    dtype: str
+    itemsize: int
+
+
+class Consumer:
+    """Gets items for requests and keeps them in place for requests and views."""
+
+    def __init__(self, pool: Pool, fetches: Fetches, rules: Rules) -> None:
         self._pool = pool
         self._fetches = fetches
-        self._refuses = refuses
-        self._busy_wait_s = busy_wait_s
+        self._rules = rules
         self._requests: dict[str, _Request] = {}
         self._views: dict[int, Extent] = {}
         self._outbox: list[ToScheduler] = []
@@ -67,7 +64,7 @@ class Consumer:
 
     def want(self, message: Want) -> None:
         """Take on items for a request; `poll` works on them."""
-        request = self._requests.setdefault(message.request_id, _Request({}, {}))
+        request = self._requests.setdefault(message.request_id, _Request({}, {}, {}))
         for item in message.items:
             if item.identifier not in request.pins:
                 request.wanted[item.identifier] = item
@@ -79,8 +76,25 @@ class Consumer:
             self._forget_wanted(request)
             for extent in request.pins.values():
                 self._pool.unpin(extent)
+            for extent in request.promised.values():
+                self._pool.abandon(extent)
         for peer, lease in message.leases:
             self._fetches.release(peer, lease)
+
+    def claim(self, spec: Spec) -> Extent | None:
+        """The room promised for an item that has now been encoded; given up if the item has another size."""
+        for request in self._requests.values():
+            extent = request.promised.pop(spec.identifier, None)
+            if extent is None:
+                continue
+            if (extent.shape, extent.dtype, extent.size_bytes) == (spec.shape, spec.dtype, spec.size_bytes):
+                return extent
+            self._pool.abandon(extent)
+        return None
+
+    def is_promised(self, identifier: str) -> bool:
+        """Whether room is kept for an item that has not been encoded yet."""
+        return any(identifier in request.promised for request in self._requests.values())
 
     def pin_view(self, message: PinView) -> None:
         """Keep the item in place for vLLM's view of it. The request that caused the view still pins it."""
@@ -110,65 +124,86 @@ class Consumer:
 
     def next_deadline(self) -> float | None:
         """When `poll` has something to do at the latest; None when nothing is timed."""
-        deadlines = [
-            r.blocked_since + self._busy_wait_s for r in self._requests.values() if r.blocked_since is not None
-        ]
-        return min(deadlines, default=None)
+        blocked = [r.blocked_since for r in self._requests.values() if r.blocked_since is not None]
+        return min(blocked) + self._rules.busy_wait_s if blocked else None
 
     def _advance(self, now: float, request_id: str, request: _Request, *, may_reserve: bool) -> bool:
         """Resolve what can be resolved. Returns whether the request waits for room."""
-        to_read: list[tuple[WantedItem, EncodingRef]] = []
+        roomless: list[tuple[WantedItem, Spec]] = []
         for item in list(request.wanted.values()):
+            if not request.wanted:
+                break  # one of its items failed
             extent = self._pool.find(item.identifier)
             if extent is not None:
                 if extent.state is State.READY:
                     self._pin(request_id, request, item, extent, Source.SLAB, 0.0)
+                continue  # filling: what fills it will end
+            spec = self._spec(item)
+            if spec is not None:
+                if reason := self._objection(item, spec):
+                    self._fail(request_id, request, item.identifier, reason)
+                roomless.append((item, spec))
             elif item.optional:
-                del request.wanted[item.identifier]
-                self._outbox.append(Absent(request_id, item.identifier))
-            elif item.ref is None:
-                self._fail(request_id, request, item.identifier, Reason.CACHE_MISS)
-            elif reason := self._objection(item, item.ref):
-                self._fail(request_id, request, item.identifier, reason)
+                self._encode(request_id, request, item)
             else:
-                to_read.append((item, item.ref))
-        if not to_read or not request.wanted:
+                self._fail(request_id, request, item.identifier, Reason.CACHE_MISS)
+        if not roomless or not request.wanted:
             request.blocked_since = None
             return False
-        return self._reserve(now, request_id, request, to_read, may_reserve=may_reserve)
+        return self._reserve(now, request_id, request, roomless, may_reserve=may_reserve)
 
     def _reserve(
         self,
         now: float,
         request_id: str,
         request: _Request,
-        to_read: list[tuple[WantedItem, EncodingRef]],
+        roomless: list[tuple[WantedItem, Spec]],
         *,
         may_reserve: bool,
     ) -> bool:
-        """Room for all items to be read, then their reads, or neither."""
+        """Room for all items to be read or encoded, or for none. Returns whether the request waits for it."""
         if may_reserve and request.tried != self._pool.freed:
             request.tried = self._pool.freed
-            extents = self._pool.reserve([Spec(r.identifier, r.size_bytes, r.shape, r.dtype) for _, r in to_read])
+            extents = self._pool.reserve([spec for _, spec in roomless])
             if extents is not None:
                 request.blocked_since = None
-                for (_, ref), extent in zip(to_read, extents, strict=True):
-                    self._fetches.start(now, ref, extent)
+                for (item, _), extent in zip(roomless, extents, strict=True):
+                    self._fill(now, request_id, request, item, extent)
                 return False
         if request.blocked_since is None:
             request.blocked_since = now
-        if now >= request.blocked_since + self._busy_wait_s:
-            request.blocked_since = None
-            self._fail(request_id, request, to_read[0][0].identifier, Reason.BUSY)
-            return False
-        return True
+        if now < request.blocked_since + self._rules.busy_wait_s:
+            return True
+        request.blocked_since = None
+        self._fail(request_id, request, roomless[0][0].identifier, Reason.BUSY)
+        return False
 
-    def _objection(self, item: WantedItem, ref: EncodingRef) -> Reason | None:
-        if not self._pool.fits_empty(ref.size_bytes):
-            return Reason.TOO_LARGE
-        if ref.shape[0] != item.rows or self._refuses(ref):
-            return Reason.MISMATCH
+    def _fill(self, now: float, request_id: str, request: _Request, item: WantedItem, extent: Extent) -> None:
+        if item.ref is not None:
+            self._fetches.start(now, item.ref, extent)
+        else:
+            request.promised[item.identifier] = extent
+            self._encode(request_id, request, item)
+
+    def _encode(self, request_id: str, request: _Request, item: WantedItem) -> None:
+        del request.wanted[item.identifier]
+        self._outbox.append(Absent(request_id, item.identifier))
+
+    def _spec(self, item: WantedItem) -> Spec | None:
+        """The room that the item needs in the slab; None if nothing will be put there for this request."""
+        if item.ref is not None:
+            return Spec(item.identifier, item.ref.size_bytes, item.ref.shape, item.ref.dtype)
+        if item.room_width:
+            shape = (item.rows, item.room_width)
+            return Spec(item.identifier, shape[0] * shape[1] * self._rules.itemsize, shape, self._rules.dtype)
         return None
+
+    def _objection(self, item: WantedItem, spec: Spec) -> Reason | None:
+        if not self._pool.fits_empty(spec.size_bytes):
+            return Reason.TOO_LARGE
+        if spec.shape[0] != item.rows:
+            return Reason.MISMATCH
+        return None if item.ref is None else self._rules.objects_to(item.ref)
 
     def _take_ended(self, now: float) -> None:
         while ended := self._fetches.poll(now):
@@ -186,7 +221,7 @@ class Consumer:
             if item is None:
                 continue
             if reason is None:
-                self._pin(request_id, request, item, fetch.extent, Source.REMOTE, fetch.transfer_s, fetch.lease)
+                self._pin(request_id, request, item, fetch.extent, Source.REMOTE, fetch.transfer_s, fetch.ref.lease)
             elif item.ref is not None and item.ref.peer == fetch.ref.peer:
                 self._fail(request_id, request, identifier, reason)
 

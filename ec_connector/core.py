@@ -16,9 +16,10 @@ from urllib.parse import urlsplit
 import msgspec
 
 from ec_connector.config import ECConfig
-from ec_connector.consumer import Consumer
-from ec_connector.fetches import Fetches, Limits, Network, Reader
+from ec_connector.consumer import Consumer, Rules
+from ec_connector.fetches import Fetches, Limits
 from ec_connector.pool import Extent, Pool, Spec, State
+from ec_connector.ports import Network, Reader
 from ec_connector.producer import Producer
 from ec_connector.protocol import (
     WIRE_VERSION,
@@ -33,6 +34,7 @@ from ec_connector.protocol import (
     PeerMessage,
     PeerReply,
     PinView,
+    Reason,
     Refused,
     Release,
     Retract,
@@ -111,7 +113,8 @@ class Core:
             hello=Hello(WIRE_VERSION, identity.compatibility),
             clock=clock,
         )
-        self.consumer = Consumer(self.pool, self.fetches, refuses=self._refuses, busy_wait_s=config.busy_wait_s)
+        rules = Rules(self._objects_to, config.busy_wait_s, identity.dtype, element_type(identity.dtype).itemsize)
+        self.consumer = Consumer(self.pool, self.fetches, rules)
         self._failures: OrderedDict[str, Failure] = OrderedDict()
         self._on_device: list[tuple[Ready, Callable[[], None]]] = []
         self.saves = 0
@@ -166,10 +169,13 @@ class Core:
 
     def absent(self, identifiers: Sequence[str]) -> list[str]:
         """Those of `identifiers` that the slab neither holds nor is filling."""
-        return [identifier for identifier in identifiers if self.pool.find(identifier) is None]
+        return [i for i in identifiers if self.pool.find(i) is None or self.consumer.is_promised(i)]
 
     def reserve(self, spec: Spec) -> Extent | None:
         """A filling extent for an item to be saved; None when it is here already or everything is pinned."""
+        promised = self.consumer.claim(spec)
+        if promised is not None:
+            return promised
         if self.pool.find(spec.identifier) is not None:
             return None
         extents = self.pool.reserve([spec])
@@ -265,13 +271,15 @@ class Core:
     def _announcement(self, ref: EncodingRef) -> dict[str, Any]:
         return {**announced_fields(ref), "metadata": self.producer.metadata_of(ref.identifier)}
 
-    def _refuses(self, ref: EncodingRef) -> bool:
-        """Whether a reference is ruled out before its peer is contacted."""
-        if ref.dtype != self._identity.dtype:
-            return True
-        if min(ref.shape) <= 0 or ref.size_bytes != math.prod(ref.shape) * element_type(ref.dtype).itemsize:
-            return True
-        return not self._config.allows(urlsplit(ref.peer).hostname or "")
+    def _objects_to(self, ref: EncodingRef) -> Reason | None:
+        """What rules a reference out before its peer is contacted."""
+        if ref.peer == self._identity.peer:
+            return Reason.LOST  # it was here, and had it stayed nobody would have to ask
+        if ref.dtype != self._identity.dtype or min(ref.shape) <= 0:
+            return Reason.MISMATCH
+        if ref.size_bytes != math.prod(ref.shape) * element_type(ref.dtype).itemsize:
+            return Reason.MISMATCH
+        return None if self._config.allows(urlsplit(ref.peer).hostname or "") else Reason.MISMATCH
 
 
 def _match(internal: str, request_ids: Sequence[str]) -> str | None:

@@ -1,24 +1,23 @@
 """Reads from peers: greet a peer once, learn the place, READ, check the digest.
 
 A state machine that owns every read under way and every extent whose read has not settled. I/O goes through
-the Protocols below, and the time is a parameter.
+the ports, and the time is a parameter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import msgspec
 
 from ec_connector.pool import Extent, Pool
+from ec_connector.ports import Memory, Network, Reader
 from ec_connector.protocol import (
     Done,
     Get,
     Grant,
     Hello,
     Nack,
-    PeerMessage,
     PeerReply,
     Reason,
     Refused,
@@ -26,36 +25,11 @@ from ec_connector.protocol import (
     Welcome,
     encode,
 )
-from ec_connector.transport.nixl import PeerUnusable, Read, ReadState, Region
+from ec_connector.transport.reads import PeerUnusable, Read, ReadState, Region
 from serving.protocol import EncodingRef
 
 _SETTLE_POLL_S = 0.1
 """Given-up reads are looked at this often. They hold memory, not requests."""
-
-
-class Network(Protocol):
-    """Control connections to peers, by address."""
-
-    def connect(self, address: str) -> None: ...
-    def disconnect(self, address: str) -> None: ...
-    def send(self, address: str, message: PeerMessage) -> None: ...
-
-
-class Reader(Protocol):
-    """The data plane; `NixlAgent` is one."""
-
-    def add_peer(self, metadata: bytes) -> str: ...
-    def drop_peer(self, name: str) -> None: ...
-    def read(
-        self, peer: str, source: Region, source_offset: int, offset: int, size_bytes: int, note: bytes
-    ) -> Read: ...
-    def poll(self, read: Read) -> ReadState: ...
-
-
-class Memory(Protocol):
-    """The bytes behind the pool."""
-
-    def digest(self, offset: int, size_bytes: int) -> int: ...
 
 
 class Fetch(msgspec.Struct, eq=False):
@@ -170,6 +144,8 @@ class Fetches:
             case Grant():
                 if asked := self._by_token(address, reply.token):
                     self._granted(now, peer, asked, reply)
+                else:
+                    self.release(address, reply.lease)  # given up meanwhile
             case Nack():
                 if asked := self._by_token(address, reply.token):
                     self.nacks += 1

@@ -132,13 +132,15 @@ PeerReply = Welcome | Refused | Grant | Nack
 class WantedItem(_Message, frozen=True):
     """One item that a request cannot be scheduled without.
 
-    `rows` is what the prompt needs. `optional` means that the engine holds tensors and can encode the item itself.
+    `rows` is what the prompt needs. `optional` means that the engine holds tensors and can encode the item itself;
+    where `room_width` is set too, room for the output (rows, room_width) is reserved first.
     """
 
     identifier: str
     rows: int
     ref: EncodingRef | None = None
     optional: bool = False
+    room_width: int = 0
 
 
 class Want(_Message, frozen=True):
@@ -197,7 +199,7 @@ class Pinned(_Message, frozen=True):
 
 
 class Absent(_Message, frozen=True):
-    """An optional item is not here; the engine encodes it."""
+    """An optional item is not here; the engine encodes it, into the room reserved where it was asked for."""
 
     request_id: str
     identifier: str

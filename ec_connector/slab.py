@@ -7,7 +7,7 @@ import math
 import torch
 import xxhash
 
-from ec_connector.transport.nixl import HOST_DEVICE, Region
+from ec_connector.transport.reads import HOST_DEVICE, Region
 
 
 class Slab:

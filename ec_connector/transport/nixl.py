@@ -6,15 +6,10 @@ One thread owns an instance; NIXL's wrapper is not safe to share.
 
 from __future__ import annotations
 
-import enum
-from typing import Any
-
-import msgspec
 from nixl import _bindings as bindings
 from nixl._api import nixl_agent, nixl_agent_config
 
-HOST_DEVICE = -1
-"""`device` of host memory; a CUDA device is its index."""
+from ec_connector.transport.reads import PeerUnusable, Read, ReadState, Region
 
 _PEER_ERRORS: tuple[type[Exception], ...] = (
     bindings.nixlRemoteDisconnectError,
@@ -26,40 +21,6 @@ _PEER_ERRORS: tuple[type[Exception], ...] = (
     bindings.nixlNotAllowedError,
     bindings.nixlUnknownError,
 )
-
-
-class ReadState(enum.Enum):
-    MOVING = "moving"
-    DONE = "done"
-    LOST = "lost"
-    """The peer is gone or its memory is; nothing writes into the destination any more."""
-
-
-class PeerUnusable(Exception):
-    """A peer's metadata cannot be loaded: it died, or speaks for another NIXL."""
-
-
-class Region(msgspec.Struct, frozen=True):
-    """Registered memory: base address, size in bytes, device (`HOST_DEVICE` or a CUDA index)."""
-
-    address: int
-    size_bytes: int
-    device: int
-
-    @property
-    def segment(self) -> str:
-        return "DRAM" if self.device == HOST_DEVICE else "VRAM"
-
-    def descriptor(self, offset: int, size_bytes: int) -> tuple[int, int, int]:
-        return (self.address + offset, size_bytes, max(self.device, 0))
-
-
-class Read:
-    """One READ under way."""
-
-    def __init__(self, handle: Any, state: ReadState) -> None:
-        self.handle = handle
-        self.state = state
 
 
 class NixlAgent:
