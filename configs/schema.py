@@ -121,4 +121,7 @@ def replica_environment(config: PipelineConfig) -> dict[str, str]:
     if any(model.device == "cpu" for model in config.models):
         # By default every engine's worker binds its threads to the same first core: 20 s a request instead of 70 ms.
         environment |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        # Lets a single worker run inside the engine's own process, as on GPUs: 430 MiB and one start-up less an engine,
+        # and no shared-memory queue that a killed process leaves behind. Without it the CPU platform insists on two.
+        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     return environment

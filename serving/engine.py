@@ -261,6 +261,7 @@ def _engine_args(settings: EngineSettings, control_port: int) -> AsyncEngineArgs
         "limit_mm_per_prompt": model.limit_mm_per_prompt.model_dump(),
         "reasoning_parser": model.reasoning_parser or "",
         "tensor_parallel_size": stage.tensor_parallel_size,
+        "distributed_executor_backend": "uni" if stage.tensor_parallel_size == 1 else "mp",
         "enforce_eager": stage.enforce_eager or stage.device == "cpu",
         "gpu_memory_utilization": stage.memory_utilization,
         "max_num_seqs": stage.max_num_seqs,
