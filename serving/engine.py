@@ -293,7 +293,8 @@ def _ec_config(settings: EngineSettings, control_port: int) -> ECTransferConfig:
         ec_role=_EC_ROLES[settings.role],
         ec_connector_extra_config={
             "control_host": settings.host,
-            "control_port": control_port,
+            # Rank r of several takes the r-th port after it; without a firewall each may pick its own.
+            "control_port": control_port if cluster.side_channel_port_range else 0,
             "slab_bytes": stage.slab_bytes,
             "inflight_bytes": stage.inflight_bytes,
             "read_deadline_s": transfer.read_deadline_s,
