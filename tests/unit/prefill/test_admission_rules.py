@@ -26,6 +26,7 @@ from tests.unit.prefill.builders import (
     MROPE,
     OPEN,
     PATCH_DIM,
+    QWEN2,
     QWEN25_MODEL,
     ROWS,
     TEXT,
@@ -68,6 +69,21 @@ def with_tensors(metadata: dict[str, Any] | None = None, **info: TensorInfo | No
 )
 def test_prompt(token_ids: tuple[int, ...]) -> None:
     refuse(Request([], token_ids=token_ids), InvalidRequest, "token_ids")
+
+
+@pytest.mark.parametrize("place", [0, 20, 63])
+@pytest.mark.parametrize("token", [-1, 256])
+def test_every_token_beside_the_items_is_looked_at(place: int, token: int) -> None:
+    features = [image("b", 30, tensors_for(MROPE)), FINE]
+    ids = list(prompt_for(features))
+    ids[place] = token
+    refuse(Request(features, MROPE, token_ids=tuple(ids)), InvalidRequest, "token_ids")
+    refuse(Request(features, MROPE, token_ids=ids), InvalidRequest, "token_ids")
+
+
+def test_tokens_of_a_range_that_were_compared_with_nothing_are_looked_at() -> None:
+    outside = replace(OPEN, embed_tokens={})
+    refuse(Request([image()], outside, token_ids=prompt_for([image()], token=256)), InvalidRequest, "token_ids")
 
 
 def test_longest_prompt_leaves_room_for_one_token() -> None:
@@ -124,6 +140,27 @@ def test_range(placeholder: Placeholder, payload: str) -> None:
         Request([FINE, bad], MROPE, refs, token_ids).check()
     assert caught.value.param in ("features.image[1]", "features.image[0]")  # an overlap has two sides
     assert caught.value.hashes == (("bad",) if caught.value.param == "features.image[1]" else ("fine",))
+
+
+@pytest.mark.parametrize(
+    "placeholder",
+    [
+        Placeholder(-1, 2),
+        Placeholder(-12, ROWS),
+        Placeholder(30, 0),
+        Placeholder(30, -4),
+        Placeholder(64, 1),
+        Placeholder(30, 4, is_embed=()),
+        Placeholder(30, 4, is_embed=(True, True)),
+        Placeholder(30, 4, is_embed=(True,) * 5),
+    ],
+)
+@pytest.mark.parametrize("tokens", [{}, {"image": IMAGE_TOKEN}], ids=["token unknown", "token known"])
+def test_range_of_a_model_of_which_nothing_is_known(placeholder: Placeholder, tokens: dict[str, int]) -> None:
+    request = Request(
+        [Feature("image", "a", placeholder)], replace(OPEN, embed_tokens=tokens), token_ids=(IMAGE_TOKEN,) * 64
+    )
+    refuse(request, InvalidFeature, "features.image[0]", "a")
 
 
 def test_adjacent_ranges_in_any_order_are_fine() -> None:
@@ -184,8 +221,16 @@ def test_dense_mask_is_the_same_as_none() -> None:
 
 def test_range_over_ordinary_text_is_refused() -> None:
     refuse(Request([FINE], MROPE, token_ids=(TEXT,) * 64), InvalidFeature, "features.image[0]", "fine")
+    refuse(Request([image()], OPEN, token_ids=(TEXT,) * 64), InvalidFeature, "features.image[0]", "a")
     partly = prompt_for([image("x", 2, length=ROWS - 1)])
     refuse(Request([FINE], MROPE, token_ids=partly), InvalidFeature, "features.image[0]", "fine")
+
+
+def test_gaps_are_refused_where_the_family_has_none_even_if_the_rows_agree() -> None:
+    gapless = model(QWEN2, mrope=False, declared={"image": ["image_grid_thw"]})
+    partly = prompt_for([image("x", 2, length=ROWS - 1)])
+    refs = {"a": reference("a", rows=ROWS - 1)}
+    refuse(Request([image()], gapless, refs, partly), InvalidFeature, "features.image[0]", "a")
 
 
 def test_missing_mask_that_no_token_tells_is_refused_unless_the_layout_is_known() -> None:
@@ -340,6 +385,9 @@ def test_one_identifier_with_two_contents_is_refused(first: Any, second: Any) ->
 def test_one_identifier_in_two_modalities_is_refused() -> None:
     video = Feature("video", "fine", Placeholder(30, ROWS), Metadata({"video_grid_thw": [1, 6, 8]}))
     refuse(Request([FINE, video]), InvalidFeature, "features.video[0]", "fine")
+    lenient = model(None, mrope=False, declared={"image": [], "video": []})
+    bare = [image("a", 2), Feature("video", "a", Placeholder(30, ROWS))]
+    refuse(Request(bare, lenient), InvalidFeature, "features.video[0]", "a")
 
 
 def test_tensors_that_contradict_what_prefill_holds_are_refused() -> None:

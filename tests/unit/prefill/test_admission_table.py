@@ -7,7 +7,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from prefill.admission import Decision, FeatureRequirement, decide
+from prefill.admission import Decision, FeatureRequirement, check, decide
 from prefill.requirement import Need
 from serving.errors import (
     ECReferenceRequired,
@@ -22,12 +22,14 @@ from tests.unit.prefill.builders import (
     GRID,
     MROPE,
     OPEN,
+    ROWS,
     STRANGER,
     XDROPE,
     Request,
     held_item,
     image,
     metadata_for,
+    prompt_for,
     reference,
     tensors_for,
 )
@@ -151,6 +153,24 @@ def test_reference_of_an_older_epoch_is_no_reference() -> None:
     restarted = replace(current, epochs={ref.peer: "a later epoch"})
     assert current.check().items[0].decision is Decision.REF_ONLY
     assert restarted.check().items[0].decision is Decision.NOTHING
+
+
+def test_another_tenants_reference_is_none_whoever_verifies() -> None:
+    ref = reference("a", metadata={}, cache_salt="another tenant")
+    admission = check(
+        FIXED, prompt_for([image()]), [image()], {"a": ref}, cache_salt=None, verify=lambda ref: True, held={}
+    )
+    assert admission.items[0].decision is Decision.NOTHING
+
+
+@pytest.mark.parametrize("field", ["offset", "generation", "size_bytes", "digest"])
+def test_reference_with_numbers_that_no_server_writes_is_no_reference(field: str) -> None:
+    """JSON carries any integer; the signature covers 64-bit ones and cannot even be computed over more."""
+    for number in (-1, 10**40):
+        ref = msgspec.structs.replace(reference("a"), **{field: number})
+        assert Request([image()], FIXED, {"a": ref}).check().items[0].decision is Decision.NOTHING
+    wide = msgspec.structs.replace(reference("a"), shape=(ROWS, 10**40))
+    assert Request([image()], FIXED, {"a": wide}).check().items[0].decision is Decision.NOTHING
 
 
 def test_tenant_sees_its_own_reference() -> None:

@@ -158,13 +158,26 @@ def test_frames_of_a_video_stand_between_their_markers() -> None:
         [*FRAME * 3, TEXT],
         [*FRAME * 2, *FRAME[:-1]],
         [*FRAME * 2, *FRAME[:-2], VISION_END, VIDEO_TOKEN],
+        [*FRAME * 2, *FRAME[:-1], TEXT],
         [VIDEO_TOKEN] * 24,
         [VIDEO_TOKEN] * 12,
         [VISION_START, *[VIDEO_TOKEN] * 12, VISION_END],
         [*FRAME * 2, TEXT, TEXT, *[VIDEO_TOKEN] * 4, VISION_END],
         [],
     ],
-    ids=["two", "four", "tail", "unclosed", "moved", "bare", "bare rows", "one frame", "unopened", "empty"],
+    ids=[
+        "two",
+        "four",
+        "tail",
+        "unclosed",
+        "moved",
+        "closed by text",
+        "bare",
+        "bare rows",
+        "one frame",
+        "unopened",
+        "empty",
+    ],
 )
 def test_a_video_whose_frames_are_not_there_is_refused(token_ids: list[int]) -> None:
     """Position set-up searches for each marker and raises inside the engine when there are too few."""

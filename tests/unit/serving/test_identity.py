@@ -51,6 +51,7 @@ def test_internal_identifier_proves_its_payload() -> None:
     assert is_internal(mine, digest)
     assert not is_internal(mine, payload_digest(tensors(b"ac")))
     assert not is_internal(digest, digest)
+    assert not is_internal(f"cat-{digest}", digest)
     assert not is_internal(unknown_id("salt", "cat.png"), digest)
 
 
