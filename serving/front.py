@@ -18,6 +18,7 @@ from serving.errors import ECReferenceRequired, InvalidRequest, TriptychError
 from serving.gate import Gate, error_response
 from serving.generate_api import GenerateService, generate_router
 from serving.generate_prompts import PromptRenderer
+from serving.generate_types import telling
 from serving.render import ModelFront
 
 _METADATA_ONLY = "metadata-only multimodal items require ec_transfer_params"
@@ -79,7 +80,8 @@ async def _our_error(request: Request, error: Exception) -> Response:
 
 async def _invalid_body(request: Request, error: Exception) -> Response:
     """vLLM's reading of a body that does not validate, as one of our errors."""
-    answer = await validation_exception_handler(request, error)
+    assert isinstance(error, RequestValidationError)
+    answer = await validation_exception_handler(request, RequestValidationError(telling(error.errors())))
     detail: dict[str, Any] = json.loads(answer.body)["error"]
     param = detail["param"] and detail["param"].removeprefix("body.")
     kind = ECReferenceRequired if _METADATA_ONLY in detail["message"] else InvalidRequest

@@ -30,6 +30,7 @@ ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
 ITEMS_HEADER = b"x-triptych-items"
+_RETRYABLE = (429, 503)
 _HEADER_SAFE = "-._~:/+=@"
 _exchange: ContextVar[Exchange | None] = ContextVar("triptych_exchange", default=None)
 
@@ -145,7 +146,7 @@ class Exchange:
     async def _release(self, is_last: bool) -> None:
         held, self._held = self._held, []
         self._started, self._ended = True, is_last
-        for message in held:
+        for message in completed_error(held) if is_last else held:
             if message["type"] == "http.response.start":
                 headers = list(message.get("headers", ()))
                 self._is_stream = any(name == b"content-type" and b"event-stream" in value for name, value in headers)
@@ -230,6 +231,26 @@ def error_response(path: str, error: TriptychError) -> tuple[int, Headers, bytes
     if error.retry_after_s is not None:
         headers.append((b"retry-after", str(max(1, round(error.retry_after_s))).encode()))
     return error.http_status, headers, body
+
+
+def completed_error(messages: list[Message]) -> list[Message]:
+    """An error that the application found by itself, with the keys that all errors have; anything else as it is."""
+    start = messages[0]
+    if start["type"] != "http.response.start" or start["status"] < 400:
+        return messages
+    try:
+        body = json.loads(b"".join(message.get("body", b"") for message in messages[1:]))
+    except ValueError:
+        return messages
+    detail = body.get("error") if isinstance(body, dict) else None
+    if not isinstance(detail, dict) or "message" not in detail:
+        return messages
+    status = start["status"]
+    body["error"] = {"param": None, "code": status, "hashes": [], "retryable": status in _RETRYABLE, **detail}
+    content = json.dumps(body).encode()
+    headers = [(name, value) for name, value in start["headers"] if name.lower() != b"content-length"]
+    headers.append((b"content-length", str(len(content)).encode()))
+    return [{**start, "headers": headers}, {"type": "http.response.body", "body": content, "more_body": False}]
 
 
 def stream_error(path: str, error: TriptychError) -> bytes:

@@ -200,10 +200,14 @@ def generate_router(service: GenerateService) -> APIRouter:
 
     @router.post(
         "/generate",
-        response_model=GenerateResponse,
+        response_model=None,  # nothing is returned, and nothing validated, when the client has left
         summary="Generate from a prompt with images, a conversation, or rendered tokens",
         responses={
-            200: {"content": {"text/event-stream": {}}, "description": "The answer, or its events with `stream`."},
+            200: {
+                "model": GenerateResponse,
+                "content": {"text/event-stream": {}},
+                "description": "The answer, or its events with `stream`.",
+            },
             **{status: {"model": ErrorBody} for status in (400, 404, 409, 500, 503, 504)},
         },
     )

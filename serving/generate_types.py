@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+    model_validator,
+)
 from vllm.entrypoints.scale_out.token_in_token_out.protocol import MultiModalFeatures
+from vllm.entrypoints.serve.exception_handling.handlers.validation import clean_loc_for_param
+from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
 from serving.errors import InvalidRequest, TransferParamsRefused, Unsupported
@@ -51,15 +62,21 @@ class GenerateRequest(BaseModel):
     request_id: str | None = Field(None, min_length=1, max_length=256, description="Must not be in use.")
     priority: int = Field(0, ge=-(2**63), le=2**63 - 1, description="Lower runs earlier.")
 
-    @field_validator("sampling_params", mode="before")
+    @field_validator("sampling_params", mode="wrap")
     @classmethod
-    def _known_names(cls, value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        unknown = sorted(set(value) - SAMPLING_NAMES)
-        if unknown:
-            raise ValueError(f"unknown sampling parameter {unknown[0]!r}")
-        return {"max_tokens": None, **value}
+    def _checked_sampling(cls, value: Any, convert: ValidatorFunctionWrapHandler) -> SamplingParams:
+        """vLLM's own conversion, which skips unknown names and raises errors that pydantic does not know."""
+        if isinstance(value, dict):
+            unknown = sorted(set(value) - SAMPLING_NAMES)
+            if unknown:
+                raise InvalidRequest("no such sampling parameter", param=f"sampling_params.{unknown[0]}")
+            value = {"max_tokens": None, **value}
+        try:
+            params: SamplingParams = convert(value)
+        except VLLMValidationError as error:
+            param = f"sampling_params.{error.parameter}" if error.parameter else "sampling_params"
+            raise InvalidRequest(error.args[0], param=param) from error
+        return params
 
     @model_validator(mode="after")
     def _one_form(self) -> Self:
@@ -175,5 +192,10 @@ def parse_request(request: GenerateRequest | dict[str, Any]) -> GenerateRequest:
     try:
         return GenerateRequest.model_validate(request)
     except ValidationError as error:
-        first = error.errors(include_input=False, include_url=False)[0]
-        raise InvalidRequest(first["msg"], param=".".join(str(part) for part in first["loc"]) or None) from error
+        first = telling(error.errors(include_input=False, include_url=False))[0]
+        raise InvalidRequest(first["msg"], param=clean_loc_for_param(first["loc"]) or None) from error
+
+
+def telling(errors: Sequence[Any]) -> list[Any]:
+    """Validation errors without those that only say that plain data is not yet an object of vLLM's."""
+    return [error for error in errors if error["type"] != "is_instance_of"] or list(errors)

@@ -48,11 +48,11 @@ class AllowedHosts(HTTPConnection):  # type: ignore[misc]
             VLLMValidationError: The host of the URL, or of a redirect, is not allowed; or the body is too large.
             aiohttp.ClientError, TimeoutError: It could not be fetched.
         """
-        client = await self.get_async_client()
         limit = min(self._max_bytes, max_bytes or self._max_bytes)
         target = URL(url)
         for _ in range(1 + _MAX_REDIRECTS):
             self._check(target)
+            client = await self.get_async_client()
             limits = aiohttp.ClientTimeout(total=timeout)
             async with client.get(target, headers=self._headers(), timeout=limits, allow_redirects=False) as response:
                 if response.status in _REDIRECTS and "Location" in response.headers:

@@ -299,3 +299,29 @@ async def test_an_application_deaf_to_the_disconnect_is_cancelled_after_the_grac
     with pytest.raises(asyncio.CancelledError):
         await task
     assert all(other is asyncio.current_task() for other in asyncio.all_tasks())
+
+
+@pytest.mark.parametrize(
+    ("sent", "expected"),
+    [
+        (
+            b'{"error": {"message": "no", "type": "BadRequestError", "param": "x", "code": 400}}',
+            {"message": "no", "type": "BadRequestError", "param": "x", "code": 400, "hashes": [], "retryable": False},
+        ),
+        (b'{"detail": "no"}', None),
+        (b"no", None),
+        (b"[]", None),
+    ],
+)
+async def test_an_error_of_the_applications_own_has_the_keys_of_all_errors(
+    sent: bytes, expected: dict[str, object] | None
+) -> None:
+    async def act(send: Send) -> None:
+        await send(start([(b"content-length", str(len(sent)).encode())], status=400))
+        await send(body(sent))
+
+    client = Client()
+    await client.call(app_that(act))
+    assert client.status == 400
+    assert client.headers[b"content-length"] == str(len(client.body)).encode()
+    assert client.body == sent if expected is None else json.loads(client.body) == {"error": expected}
