@@ -28,6 +28,7 @@ from serving.errors import StageUnavailable
 from serving.handles import DecodeHandle, EncodeHandle, PrefillHandle
 from serving.ingress import Ingress, MediaLimits, ServedPipeline
 from serving.limits import Limits
+from serving.metrics import PipelineMetrics
 from serving.pipeline import Pipeline
 from serving.protocol import EncodeRequest, PrefillRequest, ResolvedItem
 from serving.references import ReferenceSigner
@@ -161,6 +162,7 @@ def _make_pipeline(
         DecodeHandle(stages[Role.DECODE]),
         check=admit,
         limits=Limits(config.ingress.max_ongoing_requests, config.ingress.max_queued_requests),
+        metrics=PipelineMetrics(model.served_name),
         handoff_margin_s=config.cluster.handoff_margin_s,
     )
     return ServedPipeline(pipeline, _stage_check(stages))

@@ -10,13 +10,13 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
 from ray.serve.handle import DeploymentHandle
 
 from serving.errors import DeadlineExceeded, EngineFault, Overloaded, StageUnavailable, TriptychError
+from serving.metrics import HOP_BYTES
 from serving.protocol import (
     DecodeChunk,
     DecodeRequest,
@@ -72,7 +72,9 @@ class DecodeHandle:
 
     async def decode(self, request: DecodeRequest) -> AsyncGenerator[DecodeChunk, None]:
         deadline = None if request.timeout_s is None else time.monotonic() + request.timeout_s
-        stream = self._decode.remote(encode(request))
+        data_out = encode(request)
+        HOP_BYTES.labels("decode").inc(len(data_out))
+        stream = self._decode.remote(data_out)
         finished = False
         try:
             while not finished:
@@ -92,8 +94,9 @@ class DecodeHandle:
         await _call(self._reject, request_id, encode(handoff), stage="decode", timeout_s=None)
 
 
-async def _call(handle: DeploymentHandle, *args: Any, stage: str, timeout_s: float | None) -> bytes:
+async def _call(handle: DeploymentHandle, *args: bytes | str, stage: str, timeout_s: float | None) -> bytes:
     async with _boundary(stage, timeout_s):
+        HOP_BYTES.labels(stage).inc(sum(len(arg) for arg in args))
         response = handle.remote(*args)
         try:
             answer: bytes = await response

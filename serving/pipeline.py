@@ -8,27 +8,29 @@ costs a round trip, never an answer.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing
-from typing import Any
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 
 import msgspec
 
-from serving.errors import EncodingUnavailable, HandoffExpired, MultiModalCacheMiss
+from serving.errors import EncodingUnavailable, HandoffExpired, MultiModalCacheMiss, TriptychError
 from serving.limits import Limits
+from serving.messages import (
+    Encoding,
+    affinity,
+    decode_request,
+    encode_request,
+    for_prefill,
+    prefill_request,
+    report_of,
+)
+from serving.metrics import PipelineMetrics
 from serving.protocol import (
     DecodeChunk,
-    DecodeRequest,
-    EncodeRequest,
-    EncodingRef,
     Feature,
     ItemProvenance,
     KVHandoff,
-    Metadata,
-    Placeholder,
-    PrefillRequest,
     PrefillResult,
     ResolvedItem,
     ResolveRequest,
@@ -59,17 +61,8 @@ __all__ = [
     "ReportedItem",
 ]
 
-_AFFINITY_TOKENS = 64
-"""Leading tokens that make two text prompts neighbours: a few KV blocks, so about what a prefix hit saves."""
-
 _HINTS = 65_536
 """Identifiers remembered per stage. At 32 bytes a name this is a few MiB in each ingress process."""
-
-
-class _Encoding(msgspec.Struct, frozen=True):
-    ref: EncodingRef
-    provenance: ItemProvenance
-    metadata: dict[str, Any]
 
 
 class _Prefilled(msgspec.Struct, frozen=True):
@@ -88,6 +81,7 @@ class Pipeline:
         decoder: The decode stage.
         check: The admission policy, run before any stage is called.
         limits: Bounds what is in flight and what may wait.
+        metrics: Where outcomes and times go.
         handoff_margin_s: Part of prefill's lease that is not used: clock skew plus the longest engine step.
         attempts: Times one request may be prefilled before its loss is reported.
     """
@@ -100,6 +94,7 @@ class Pipeline:
         *,
         check: Check,
         limits: Limits,
+        metrics: PipelineMetrics,
         handoff_margin_s: float,
         attempts: int = 2,
         clock: Callable[[], float] = time.monotonic,
@@ -109,6 +104,7 @@ class Pipeline:
         self._decoder = decoder
         self._check = check
         self._limits = limits
+        self._metrics = metrics
         self._handoff_margin_s = handoff_margin_s
         self._attempts = attempts
         self._clock = clock
@@ -124,9 +120,9 @@ class Pipeline:
         Raises:
             TriptychError: As the tree in `serving/errors.py` says.
         """
-        admitted = self._check(request, None)
+        admitted = self._judge(request, None)
         deadline = None if request.timeout_s is None else self._clock() + request.timeout_s
-        async with self._limits.slot(has_media=bool(request.features)):
+        async with self._limits.slot(has_media=bool(request.features)), self._counted() as began_at:
             for attempt in range(1, self._attempts + 1):
                 prefilled = await self._prefill(request, admitted, deadline)
                 started = False
@@ -134,21 +130,47 @@ class Pipeline:
                     async with aclosing(self._decode(request, prefilled, deadline)) as chunks:
                         async for chunk in chunks:
                             if not started:
+                                self._metrics.first_token(self._clock() - began_at)
                                 yield prefilled.report
                                 started = True
                             yield chunk
                     return
-                except HandoffExpired:
+                except HandoffExpired as error:
                     if started or attempt == self._attempts:
                         raise
+                    self._metrics.retried(error.code)
+
+    def _judge(self, request: PipelineRequest, held: Mapping[str, ResolvedItem] | None) -> Admission:
+        try:
+            admitted = self._check(request, held)
+        except TriptychError as error:
+            self._metrics.judged(error.code)
+            raise
+        if held is not None or not admitted.unresolved:
+            self._metrics.judged("admitted")
+        return admitted
+
+    @asynccontextmanager
+    async def _counted(self) -> AsyncGenerator[float, None]:
+        """Count a request from here to its end, however it ends. Yields the moment it began."""
+        began_at, outcome = self._clock(), "cancelled"
+        self._metrics.began()
+        try:
+            yield began_at
+            outcome = "completed"
+        except TriptychError as error:
+            outcome = error.code
+            raise
+        finally:
+            self._metrics.ended(outcome, self._clock() - began_at)
 
     async def _prefill(self, request: PipelineRequest, admitted: Admission, deadline: float | None) -> _Prefilled:
         """Bring every encoding to prefill and run it; an encoding lost on the way is made once more."""
         held = await self._resolve(request, admitted)
         if admitted.unresolved:
-            admitted = self._check(request, held)
+            admitted = self._judge(request, held)
         at_hand = {
-            name: _Encoding(item.ref, ItemProvenance.PREFILL_SLAB, item.metadata)
+            name: Encoding(item.ref, ItemProvenance.PREFILL_SLAB, item.metadata)
             for name, item in held.items()
             if item.ref is not None and item.metadata is not None
         }
@@ -156,20 +178,16 @@ class Pipeline:
             started_at = self._clock()
             encodings = at_hand | await self._encode_all(request, admitted.features, at_hand, deadline)
             encode_s = self._clock() - started_at
-            features = tuple(_for_prefill(feature, encodings) for feature in admitted.features)
+            features = tuple(for_prefill(feature, encodings) for feature in admitted.features)
             sent_at = self._clock()
             try:
                 result = await self._prefiller.prefill(
-                    PrefillRequest(
-                        request_id=f"{request.request_id}-p{attempt}",
-                        token_ids=request.token_ids,
-                        features=features,
-                        refs=admitted.refs | {name: encoding.ref for name, encoding in encodings.items()},
-                        sampling=request.sampling,
-                        cache_salt=request.cache_salt,
-                        priority=request.priority,
+                    prefill_request(
+                        request,
+                        attempt,
+                        features,
+                        admitted.refs | {name: encoding.ref for name, encoding in encodings.items()},
                         timeout_s=self._remaining(deadline),
-                        affinity=_affinity(request),
                     )
                 )
             except (EncodingUnavailable, MultiModalCacheMiss) as error:
@@ -177,11 +195,13 @@ class Pipeline:
                 again = any(f.identifier in lost and isinstance(f.payload, Tensors) for f in request.features)
                 if not again or attempt == self._attempts:
                     raise
+                self._metrics.retried(error.code)
                 at_hand = {name: encoding for name, encoding in at_hand.items() if name not in lost}
                 continue
             for feature in features:
                 self._at_prefill.add(feature.identifier)
-            report = _report(features, encodings, result, encode_s)
+            report = report_of(features, encodings, result, encode_s)
+            self._metrics.prefilled(report)
             return _Prefilled(result, features, report, sent_at + result.handoff.lease_s - self._handoff_margin_s)
         raise AssertionError("the loop returns or raises")
 
@@ -195,16 +215,16 @@ class Pipeline:
         wanted = tuple(dict.fromkeys((*admitted.unresolved, *hinted)))
         if not wanted:
             return {}
-        answer = await self._prefiller.resolve(ResolveRequest(wanted, request.cache_salt, _affinity(request)))
+        answer = await self._prefiller.resolve(ResolveRequest(wanted, request.cache_salt, affinity(request)))
         return {item.identifier: item for item in answer.items}
 
     async def _encode_all(
         self,
         request: PipelineRequest,
         features: Sequence[Feature],
-        at_hand: Mapping[str, _Encoding],
+        at_hand: Mapping[str, Encoding],
         deadline: float | None,
-    ) -> dict[str, _Encoding]:
+    ) -> dict[str, Encoding]:
         """Encode every item that has tensors and is not at prefill: one call an item, all at once.
 
         An item that stands twice in the prompt is encoded once. One failure cancels its siblings.
@@ -218,19 +238,19 @@ class Pipeline:
             raise group_error.exceptions[0] from None
         return {feature.identifier: task.result() for feature, task in zip(missing, tasks, strict=True)}
 
-    async def _encode(self, request: PipelineRequest, feature: Feature, deadline: float | None) -> _Encoding:
+    async def _encode(self, request: PipelineRequest, feature: Feature, deadline: float | None) -> Encoding:
         """Encode one item, sending its tensors only to an encoder that may need them."""
         call = encode_request(request, feature, timeout_s=self._remaining(deadline))
         if feature.identifier in self._at_encoder:
             bare = msgspec.structs.replace(call, feature=without_tensors([call.feature])[0])
             result = await self._encoder.encode(bare)
             if result.ref is not None:
-                return _Encoding(result.ref, result.provenance, result.metadata)
+                return Encoding(result.ref, result.provenance, result.metadata)
         result = await self._encoder.encode(call)
         if result.ref is None:
             raise EncodingUnavailable("the encoder did not keep the item", hashes=[feature.identifier])
         self._at_encoder.add(feature.identifier)
-        return _Encoding(result.ref, result.provenance, result.metadata)
+        return Encoding(result.ref, result.provenance, result.metadata)
 
     def _forget(self, identifiers: Sequence[str]) -> set[str]:
         for name in identifiers:
@@ -248,22 +268,14 @@ class Pipeline:
             remaining_s = prefilled.deadline - self._clock()
             if remaining_s <= 0:
                 raise HandoffExpired("prefill's KV blocks were not read within their lease")
-            chunks = self._decoder.decode(
-                DecodeRequest(
-                    request_id=request.request_id,
-                    token_ids=request.token_ids,
-                    features=without_tensors(prefilled.features),
-                    refs=prefilled.result.refs,
-                    handoff=handoff,
-                    handoff_remaining_s=remaining_s,
-                    sampling=request.sampling,
-                    cache_salt=request.cache_salt,
-                    priority=request.priority,
-                    reasoning_ended=request.reasoning_ended,
-                    reasoning_parser_kwargs=request.reasoning_parser_kwargs,
-                    timeout_s=self._remaining(deadline),
-                )
+            message = decode_request(
+                request,
+                prefilled.features,
+                prefilled.result,
+                handoff_remaining_s=remaining_s,
+                timeout_s=self._remaining(deadline),
             )
+            chunks = self._decoder.decode(message)
             async with aclosing(chunks):
                 async for chunk in chunks:
                     unread.pop_all()  # decode has read the blocks, and prefill has freed them
@@ -275,61 +287,3 @@ class Pipeline:
 
     def _remaining(self, deadline: float | None) -> float | None:
         return None if deadline is None else max(deadline - self._clock(), 0.0)
-
-
-def encode_request(request: PipelineRequest, feature: Feature, *, timeout_s: float | None) -> EncodeRequest:
-    """One item's own little prompt: its placeholder run and one token either side, offsets made relative.
-
-    The neighbours keep the run away from the prompt's edges, where vLLM treats the last token specially.
-    """
-    place = feature.placeholder
-    first = max(place.offset - 1, 0)
-    moved = Placeholder(place.offset - first, place.length, place.is_embed)
-    return EncodeRequest(
-        request_id=f"{request.request_id}-e{place.offset}",
-        token_ids=request.token_ids[first : place.end + 1],
-        feature=msgspec.structs.replace(feature, placeholder=moved),
-        cache_salt=request.cache_salt,
-        timeout_s=timeout_s,
-    )
-
-
-def _affinity(request: PipelineRequest) -> str:
-    """What requests that profit from one replica's caches have in common: the first item, or the first tokens."""
-    if request.features:
-        return request.features[0].identifier
-    return hashlib.blake2b(repr(request.token_ids[:_AFFINITY_TOKENS]).encode(), digest_size=16).hexdigest()
-
-
-def _for_prefill(feature: Feature, encodings: Mapping[str, _Encoding]) -> Feature:
-    """The feature without pixels, with the metadata that its encoding was announced with."""
-    encoding = encodings.get(feature.identifier)
-    if encoding is None:
-        return feature
-    return msgspec.structs.replace(feature, payload=Metadata(encoding.metadata))
-
-
-def _report(
-    features: Sequence[Feature], encodings: Mapping[str, _Encoding], result: PrefillResult, encode_s: float
-) -> Report:
-    items = tuple(
-        ReportedItem(
-            feature.identifier,
-            feature.modality,
-            done.provenance or _sent_provenance(encodings.get(feature.identifier)),
-        )
-        for feature, done in zip(features, result.items, strict=True)
-    )
-    return Report(
-        items=items,
-        encode_s=encode_s if features else 0.0,
-        ec_transfer_s=max((done.transfer_s for done in result.items), default=0.0),
-        prefill_s=result.prefill_s,
-        num_cached_tokens=result.num_cached_tokens,
-        prompt_logprobs=result.prompt_logprobs,
-    )
-
-
-def _sent_provenance(encoding: _Encoding | None) -> ItemProvenance:
-    """Where an item came from that prefill read by reference; a client's own reference names an encoder's slab."""
-    return ItemProvenance.ENCODER_SLAB if encoding is None else encoding.provenance

@@ -18,7 +18,9 @@ from serving.errors import (
     Overloaded,
 )
 from serving.limits import Limits
-from serving.pipeline import Pipeline, encode_request
+from serving.messages import encode_request
+from serving.metrics import PipelineMetrics
+from serving.pipeline import Pipeline
 from serving.protocol import (
     DecodeChunk,
     EncodingRef,
@@ -67,6 +69,7 @@ class Stages:
             self.decoder,
             check=self._check,
             limits=self.limits,
+            metrics=PipelineMetrics("test"),
             handoff_margin_s=5.0,
             clock=lambda: self.now,
         )
