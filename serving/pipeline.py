@@ -46,20 +46,7 @@ from serving.stages import (
     PipelineRequest,
     Prefiller,
     Report,
-    ReportedItem,
 )
-
-__all__ = [
-    "Admission",
-    "Check",
-    "Decoder",
-    "Encoder",
-    "Pipeline",
-    "PipelineRequest",
-    "Prefiller",
-    "Report",
-    "ReportedItem",
-]
 
 _HINTS = 65_536
 """Identifiers remembered per stage. At 32 bytes a name this is a few MiB in each ingress process."""
