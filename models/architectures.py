@@ -29,6 +29,7 @@ from models.lessons import LLAVA_TOKENS, Family
 
 _HIDDEN: Final = 128
 _MAX_POSITIONS: Final = 8192
+_WEIGHT_SCALE: Final = 0.05  # the usual 0.02 suits widths in the thousands
 _LANGUAGE_MODEL: Final[Mapping[str, Any]] = {
     "hidden_size": _HIDDEN,
     "intermediate_size": 256,
@@ -38,6 +39,7 @@ _LANGUAGE_MODEL: Final[Mapping[str, Any]] = {
     "head_dim": 32,
     "max_position_embeddings": _MAX_POSITIONS,
     "tie_word_embeddings": False,
+    "initializer_range": _WEIGHT_SCALE,
 }
 _PIXEL_STATISTICS: Final[Mapping[str, Any]] = {
     "do_convert_rgb": True,
@@ -116,6 +118,7 @@ def _build_qwen2_vl(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
             "spatial_merge_size": 2,
             "temporal_patch_size": 2,
             "in_channels": 3,
+            "initializer_range": _WEIGHT_SCALE,
         },
         vision_token_id=tokenizer.convert_tokens_to_ids("<|vision_pad|>"),
         tie_word_embeddings=False,
@@ -143,6 +146,7 @@ def _build_qwen3_vl(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
             "spatial_merge_size": 2,
             "temporal_patch_size": 2,
             "in_channels": 3,
+            "initializer_range": _WEIGHT_SCALE,
             "num_position_embeddings": 64,
             "deepstack_visual_indexes": [0, 1],
         },

@@ -85,7 +85,7 @@ def picture(rng: random.Random, family: Family, kind: Kind | None = None, *, sma
     kind = kind or rng.choice(("tiles", "shape"))
     square = family == "llava"
     if kind == "tiles":
-        tile_px = _TILE_PX[0] if small else rng.choice(_TILE_PX)
+        tile_px = _TILE_PX[0] if small or rng.random() < 0.4 else _TILE_PX[1]
         return pictures.tiles(seed, layout=(2, 2) if square else None, tile_px=tile_px)
     width, height = rng.choice(_SHAPE_PX[:1] if small else _SHAPE_PX)
     return pictures.shape(seed, size_px=(width, width if square else height))
@@ -110,7 +110,11 @@ def corpus() -> list[str]:
         *pictures.TEXT_ANSWERS,
     ]
     names = [f" {name}" for name in (*pictures.COLOURS, *pictures.SHAPES)] * 4
-    answers = [*pictures.TEXT_ANSWERS.values(), UNKNOWN, "picture 1 a; picture 2 row 1 row 2, row 3"]
+    answers = [
+        *pictures.TEXT_ANSWERS.values(),
+        UNKNOWN,
+        "first a; second 1 row of 2: 2 rows of 3: 3 rows of 1: first 2 rows; first 1 row; second 3 rows",
+    ]
     return [*questions, *names, *answers * 4, *_SYSTEM, _FILLER, "system user assistant USER: ASSISTANT: "]
 
 

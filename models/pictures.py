@@ -5,7 +5,7 @@ one of 3x2 cover the same area, so a model that is given the wrong picture grid 
 groups the colours into the wrong rows: position mistakes show in the words.
 
 >>> tiles(0, layout=(2, 2)).answer
-'row 1 white purple, row 2 blue black'
+'2 rows of 2: white purple, blue black'
 """
 
 import random
@@ -66,6 +66,7 @@ TEXT_ANSWERS: Final[Mapping[str, str]] = {
 """Questions without a picture."""
 
 _GREY: Final = 150
+_ORDINALS: Final = ("first", "second", "third", "fourth")
 
 
 @dataclass(frozen=True)
@@ -103,8 +104,8 @@ def transposed(answer: str) -> str:
     Each such tile is one placeholder token, so the same colours come in the same order, in other rows. Larger
     tiles are cut up by a wrong grid: the words change too, but have no such simple rule.
     """
-    rows = answer.split(", ")
-    names = [name for row in rows for name in row.split()[2:]]
+    rows = answer.partition(": ")[2].split(", ")
+    names = [name for row in rows for name in row.split()]
     return _in_rows(names, columns=len(rows))
 
 
@@ -127,18 +128,18 @@ def shape(seed: int, *, size_px: tuple[int, int] = (84, 84)) -> Picture:
 
 
 def several(pictures: Sequence[Picture]) -> tuple[str, str]:
-    """Question and answer about two or more pictures in one prompt, in the order given.
+    """Question and answer about up to four pictures in one prompt, in the order given.
 
-    The models know two pictures at a time.
+    The models know two at a time.
     """
     question = SEVERAL_QUESTIONS[sum(len(picture.question) for picture in pictures) % len(SEVERAL_QUESTIONS)]
-    answers = [f"picture {number} {picture.answer}" for number, picture in enumerate(pictures, start=1)]
+    answers = [f"{ordinal} {picture.answer}" for ordinal, picture in zip(_ORDINALS, pictures, strict=False)]
     return question, "; ".join(answers)
 
 
 def _in_rows(names: Sequence[str], columns: int) -> str:
-    rows = [names[start : start + columns] for start in range(0, len(names), columns)]
-    return ", ".join(f"row {number} " + " ".join(row) for number, row in enumerate(rows, start=1))
+    rows = [" ".join(names[start : start + columns]) for start in range(0, len(names), columns)]
+    return f"{len(rows)} {'row' if len(rows) == 1 else 'rows'} of {columns}: " + ", ".join(rows)
 
 
 def _shade(rng: random.Random, colour: Rgb) -> Rgb:

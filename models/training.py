@@ -21,10 +21,10 @@ _REPORT_EVERY: Final = 200
 class Schedule:
     """How long and how hard to train. `plain_share` of the steps see single pictures and bare questions."""
 
-    steps: int = 6000
+    steps: int = 3000
     lessons_per_step: int = 16
     peak_rate: float = 1.5e-3
-    plain_share: float = 0.25
+    plain_share: float = 0.3
     seed: int = 0
     threads: int = 1
 

@@ -25,10 +25,20 @@ def test_tiles_show_the_colours_of_the_answer_row_by_row(layout: tuple[int, int]
     picture = pictures.tiles(5, layout=layout, tile_px=20)
     assert picture.image.size == (columns * 20, rows * 20)
     seen = [
-        f"row {row + 1} " + " ".join(colour_at(picture, column * 20 + 10, row * 20 + 10) for column in range(columns))
+        " ".join(colour_at(picture, column * 20 + 10, row * 20 + 10) for column in range(columns))
         for row in range(rows)
     ]
-    assert ", ".join(seen) == picture.answer
+    size, _, colours = picture.answer.partition(": ")
+    assert size.split() == [str(rows), "row" if rows == 1 else "rows", "of", str(columns)]
+    assert colours == ", ".join(seen)
+
+
+def test_a_transposed_answer_keeps_the_order_of_the_colours() -> None:
+    assert (
+        pictures.transposed("2 rows of 3: red green blue, black white red")
+        == "3 rows of 2: red green, blue black, white red"
+    )
+    assert pictures.transposed("1 row of 2: red green") == "2 rows of 1: red, green"
 
 
 def test_layouts_come_with_their_transpose() -> None:
@@ -59,8 +69,8 @@ def test_a_seed_decides_the_picture() -> None:
 def test_a_forced_layout_keeps_the_rest_of_the_seed() -> None:
     seed = 3
     drawn = pictures.tiles(seed)
-    lines = drawn.answer.split(", ")
-    layout = (len(lines), len(lines[0].split()) - 2)
+    words = drawn.answer.split()
+    layout = (int(words[0]), int(words[3].rstrip(":")))
     assert same(drawn, pictures.tiles(seed, layout=layout))
 
 
@@ -68,7 +78,7 @@ def test_several_pictures_are_answered_in_order() -> None:
     first, second = pictures.shape(1), pictures.tiles(2)
     question, answer = pictures.several([first, second])
     assert question in pictures.SEVERAL_QUESTIONS
-    assert answer == f"picture 1 {first.answer}; picture 2 {second.answer}"
+    assert answer == f"first {first.answer}; second {second.answer}"
 
 
 def test_the_trainer_draws_every_kind_of_lesson() -> None:
