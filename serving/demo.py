@@ -186,7 +186,7 @@ def run(config: Path, say: Callable[[str], None]) -> None:
         Unexpected: An answer or a stage is wrong, or a process is left.
     """
     model = load(config).models[0]
-    say(f"starting {model.served_name}: Ray and three engines on the {model.device}, about a minute on two cores")
+    say(f"starting {model.served_name}: Ray and three engines on the {model.device}, a minute or two on two cores")
     pipeline = LocalPipeline(config, on_progress=Progress(say))
     with pipeline:
         say(f"ready at {pipeline.url}")

@@ -32,6 +32,7 @@ MARK = "TRIPTYCH_LOCAL_PIPELINE"
 """Environment variable that all processes of one pipeline inherit, whoever starts them."""
 
 _POLL_S = 0.5
+_ASK_S = 10.0  # a fresh engine's health check may take its time
 _STOP_SERVE_S = 45.0
 _STOP_RAY_S = 45.0
 _KILL_S = 10.0
@@ -78,6 +79,7 @@ class LocalPipeline:
         self._start_timeout_s = start_timeout_s
         self._programs = programs or Path(sys.executable).parent
         self._mark = secrets.token_hex(16)
+        self._token = secrets.token_hex(32)
         self._children: list[_Child] = []
         self._directory = Path()
         self.url = ""
@@ -102,9 +104,12 @@ class LocalPipeline:
         return [pid for pid in _processes() if _carries(pid, self._mark)]
 
     def log_tail(self, program: str = "serve", lines: int = 25) -> str:
-        """The last lines that `serve run` or `ray start` printed."""
+        """The last lines that `serve run` or `ray start` printed, without Ray's dumps of its own state."""
         log = self._directory / f"{program}.log"
-        return "\n".join(log.read_text(errors="replace").splitlines()[-lines:]) if log.is_file() else ""
+        if not log.is_file():
+            return ""
+        kept = [line for line in log.read_text(errors="replace").splitlines() if "[state-dump]" not in line]
+        return "\n".join(kept[-lines:])
 
     def stop(self) -> None:
         """End everything, in order; may be called again. An interrupt meanwhile only shortens the wait."""
@@ -131,18 +136,23 @@ class LocalPipeline:
         self.url, self.dashboard_url = f"http://127.0.0.1:{http}", f"http://127.0.0.1:{dashboard}"
         began = time.monotonic()
         self._launch("ray", _ray_arguments(gcs, dashboard, others, self._directory), signal.SIGTERM, _STOP_RAY_S)
-        with httpx.Client(timeout=5.0) as client:
-            self._await(
-                began, lambda: _answers(client, f"{self.dashboard_url}/api/version"), lambda: {"ray": "STARTING"}
-            )
+        authorization = {"Authorization": f"Bearer {self._token}"}
+        with (
+            httpx.Client(base_url=self.dashboard_url, headers=authorization, timeout=_ASK_S) as to_ray,
+            httpx.Client(base_url=self.url, timeout=_ASK_S) as to_app,
+        ):
+            self._await(began, lambda: _answers(to_ray, "/api/version"), lambda: {"ray": "STARTING"})
             self._launch("serve", ["run", "--address", f"127.0.0.1:{gcs}", str(file)], signal.SIGINT, _STOP_SERVE_S)
-            self._await(began, lambda: _answers(client, f"{self.url}/health"), lambda: self._states(client))
+            self._await(began, lambda: _answers(to_app, "/health"), lambda: self._states(to_ray))
 
     def _launch(self, program: str, arguments: Sequence[str], stop_signal: signal.Signals, patience_s: float) -> None:
         environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"} | {
             MARK: self._mark,
             "RAY_worker_niceness": "0",  # Ray's default of 15 starves engines on a busy machine
             "RAY_USAGE_STATS_ENABLED": "0",
+            # A token of its own: Ray otherwise takes one that some other Ray may have left in the home directory.
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": self._token,
             # The only switch that keeps Ray's own ports on loopback; its name tells where that is the default.
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         }
@@ -167,7 +177,7 @@ class LocalPipeline:
             elapsed_s = time.monotonic() - began
             self._on_progress(elapsed_s, states())
             if elapsed_s > self._start_timeout_s:
-                raise PipelineFailed(f"not ready after {elapsed_s:.0f} s\n{self.log_tail()}")
+                raise PipelineFailed(f"not ready after {elapsed_s:.0f} s\n{self.log_tail(self._children[-1].name)}")
             newest = self._children[-1]
             try:
                 newest.process.wait(_POLL_S)
@@ -177,14 +187,14 @@ class LocalPipeline:
                 f"{newest.name} ended with status {newest.process.returncode}\n{self.log_tail(newest.name)}"
             )
 
-    def _states(self, client: httpx.Client) -> State:
+    def _states(self, to_ray: httpx.Client) -> State:
         """What Serve says of each deployment.
 
         Raises:
             PipelineFailed: Serve gave the application up.
         """
         try:
-            applications = client.get(f"{self.dashboard_url}/api/serve/applications/").json()["applications"]
+            applications = to_ray.get("/api/serve/applications/").json()["applications"]
         except (httpx.HTTPError, ValueError, KeyError):
             return {"serve": "STARTING"}  # the dashboard answers before Serve does
         states: dict[str, str] = {}
