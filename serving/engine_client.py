@@ -9,14 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from contextlib import aclosing
-from http import HTTPStatus
 from typing import Any, Protocol
 
 import msgspec
-from vllm.exceptions import GenerationError, VLLMClientError, VLLMValidationError
+from vllm.exceptions import VLLMClientError, VLLMValidationError
 from vllm.inputs import EngineInput
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
@@ -34,12 +32,12 @@ from serving.errors import (
     Unsupported,
 )
 from serving.fanout import fan_out
-from serving.gate import Generation, Note, current_exchange
+from serving.gate import current_exchange
+from serving.gated import gated
 from serving.outputs import Answer
 from serving.protocol import DecodeChunk
 from serving.render import ModelFront
 from serving.stages import PipelineRequest, Report
-from serving.timing import stage_times
 
 logger = logging.getLogger(__name__)
 
@@ -50,14 +48,6 @@ class Generator(Protocol):
     """`serving.pipeline.Pipeline`, or a test's stand-in."""
 
     def generate(self, request: PipelineRequest) -> AsyncGenerator[Report | DecodeChunk, None]: ...
-
-
-class Refused(GenerationError):  # type: ignore[misc]
-    """An error of ours as vLLM's handlers take it without logging a traceback. The gate writes the response."""
-
-    def __init__(self, error: TriptychError) -> None:
-        super().__init__(error.message)
-        self.status_code = HTTPStatus(error.http_status)
 
 
 class PipelineClient(NoEngineControls):
@@ -121,7 +111,7 @@ class PipelineClient(NoEngineControls):
             reasoning_ended=reasoning_ended,
             reasoning_parser_kwargs=reasoning_parser_kwargs,
         )
-        return _gated(outputs, None if exchange is None else exchange.begin())
+        return gated(outputs, None if exchange is None else exchange.begin())
 
     async def run(
         self,
@@ -273,35 +263,3 @@ class PipelineClient(NoEngineControls):
     @property
     def dead_error(self) -> BaseException:
         return StageUnavailable("a stage has no live replica")
-
-
-async def _gated(
-    outputs: AsyncGenerator[Report | RequestOutput, None], generation: Generation | None
-) -> AsyncGenerator[RequestOutput, None]:
-    """The outputs alone; the gate learns when the first is there, or what went wrong.
-
-    Raises:
-        Refused: In place of every `TriptychError`.
-    """
-    rendered_at = time.monotonic()
-    report: Report | None = None
-    try:
-        async with aclosing(outputs) as stream:
-            async for output in stream:
-                if isinstance(output, Report):
-                    report = output
-                    continue
-                if generation is not None and report is not None:
-                    generation.opened(note_of(report, generation.received_at, rendered_at))
-                yield output
-    except TriptychError as error:
-        if generation is not None:
-            generation.failed(error)
-        raise Refused(error) from error
-
-
-def note_of(report: Report, arrived_at: float, rendered_at: float) -> Note:
-    """What a response's headers say of a generation whose first output is there."""
-    times = stage_times(report, arrived_at=arrived_at, rendered_at=rendered_at, first_at=time.monotonic())
-    stages = [(stage, ms) for stage, ms in msgspec.structs.asdict(times).items() if ms is not None]
-    return Note(stages, [(item.identifier, item.modality, item.provenance) for item in report.items])

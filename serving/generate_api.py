@@ -21,9 +21,10 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from serving.client_refs import EC_PARAMS
-from serving.engine_client import PipelineClient, note_of
+from serving.engine_client import PipelineClient
 from serving.errors import EngineFault, InvalidRequest, TriptychError
 from serving.gate import Generation, current_exchange
+from serving.gated import note_of
 from serving.generate_prompts import PromptRenderer
 from serving.generate_types import (
     ErrorBody,

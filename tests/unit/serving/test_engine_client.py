@@ -9,7 +9,7 @@ from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from serving.engine_client import PipelineClient, Refused
+from serving.engine_client import PipelineClient
 from serving.engine_input import decode_sampling
 from serving.errors import (
     DuplicateRequest,
@@ -20,6 +20,7 @@ from serving.errors import (
     TriptychError,
     Unsupported,
 )
+from serving.gated import Refused
 from serving.protocol import DecodeChunk, TokenLogprob
 from serving.references import ReferenceSigner
 from serving.render import ModelFront
