@@ -1,14 +1,13 @@
 """A whole pipeline in child processes of this one: Ray on loopback and free ports, and `serve run` on a config file.
 
 Used by the demo, the benchmarks and the tests. Whatever happens, nothing is left behind: the children are stopped
-in order (Serve drains, Ray ends its own), and then every process that carries this pipeline's mark is ended by id.
+in order (Serve drains, Ray ends its own), and a reaper ends what remains, also when this process is killed.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-import shutil
 import signal
 import socket
 import subprocess
@@ -25,17 +24,14 @@ import httpx
 import yaml
 
 from configs.schema import read_yaml
+from serving.reaper import MARK, marked
 
 __all__ = ["LocalPipeline", "PipelineFailed", "State", "free_ports"]
-
-MARK = "TRIPTYCH_LOCAL_PIPELINE"
-"""Environment variable that all processes of one pipeline inherit, whoever starts them."""
 
 _POLL_S = 0.5
 _ASK_S = 10.0  # a fresh engine's health check may take its time
 _STOP_SERVE_S = 45.0
 _STOP_RAY_S = 45.0
-_KILL_S = 10.0
 _OBJECT_STORE_BYTES = 256 << 20
 
 State = Mapping[str, str]
@@ -81,6 +77,7 @@ class LocalPipeline:
         self._mark = secrets.token_hex(16)
         self._token = secrets.token_hex(32)
         self._children: list[_Child] = []
+        self._reaper: subprocess.Popen[bytes] | None = None
         self._directory = Path()
         self.url = ""
         self.dashboard_url = ""
@@ -88,6 +85,11 @@ class LocalPipeline:
     def __enter__(self) -> Self:
         self._directory = Path(tempfile.mkdtemp(prefix="triptych-"))
         try:
+            self._reaper = subprocess.Popen(
+                [sys.executable, "-m", "serving.reaper", self._mark, str(self._directory)],
+                stdin=subprocess.PIPE,
+                start_new_session=True,
+            )
             self._start()
         except BaseException:  # an interrupt too: the children outlive this process otherwise
             self.stop()
@@ -100,8 +102,8 @@ class LocalPipeline:
         self.stop()
 
     def survivors(self) -> list[int]:
-        """Ids of the processes of this pipeline that are still there. Linux only; empty elsewhere."""
-        return [pid for pid in _processes() if _carries(pid, self._mark)]
+        """Ids of the processes of this pipeline that still run. Linux only; empty elsewhere."""
+        return marked(self._mark)
 
     def log_tail(self, program: str = "serve", lines: int = 25) -> str:
         """The last lines that `serve run` or `ray start` printed, without Ray's dumps of its own state."""
@@ -121,13 +123,10 @@ class LocalPipeline:
             except (subprocess.TimeoutExpired, KeyboardInterrupt):
                 child.process.kill()
                 child.process.wait()
-        deadline = time.monotonic() + _KILL_S
-        while (left := self.survivors()) and time.monotonic() < deadline:
-            for pid in left:
-                _kill(pid)
-            time.sleep(_POLL_S)  # looked at again: a dying process may have started another
-        if self._directory != Path():
-            shutil.rmtree(self._directory, ignore_errors=True)  # Ray's agents may still be writing logs
+        if self._reaper is not None and self._reaper.stdin is not None:
+            self._reaper.stdin.close()
+            self._reaper.wait()
+            self._reaper = None
 
     def _start(self) -> None:
         http, gcs, dashboard, *others = free_ports(8)
@@ -255,22 +254,3 @@ def _word(deployment: Mapping[str, Any]) -> str:
     running = states.count("RUNNING")
     word = "RUNNING" if running == len(states) else next(state for state in states if state != "RUNNING")
     return word if len(states) == 1 else f"{word} {running}/{len(states)}"
-
-
-def _processes() -> list[int]:
-    proc = Path("/proc")
-    return [int(entry.name) for entry in proc.iterdir() if entry.name.isdigit()] if proc.is_dir() else []
-
-
-def _carries(pid: int, mark: str) -> bool:
-    try:
-        return f"{MARK}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:  # it ended, or is another user's
-        return False
-
-
-def _kill(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return

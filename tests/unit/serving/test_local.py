@@ -1,14 +1,17 @@
 """Starting and stopping child processes, with small programs in place of `ray` and `serve`."""
 
 import os
+import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from serving.local import LocalPipeline, PipelineFailed, State, free_ports
+from serving.reaper import marked
 
 Programs = Callable[..., Path]
 
@@ -114,9 +117,11 @@ def test_the_wait_has_an_end_and_shows_what_it_waits_for(programs: Programs, con
     seen: list[State] = []
     pipeline = LocalPipeline(
         config,
-        programs=programs(serve="import time; time.sleep(600)", answer=answer),
+        programs=programs(
+            ray="import time; time.sleep(1)\n" + RAY, serve="import time; time.sleep(600)", answer=answer
+        ),
         on_progress=lambda elapsed_s, state: seen.append(state),
-        start_timeout_s=3.0,
+        start_timeout_s=5.0,
     )
     with pytest.raises(PipelineFailed, match="not ready after"), pipeline:
         pytest.fail("it must not start")
@@ -137,3 +142,28 @@ def test_another_rays_address_is_not_followed(
     check = "import os, sys\nif 'RAY_ADDRESS' in os.environ: sys.exit(9)\n"
     with LocalPipeline(config, programs=programs(ray=check + RAY, serve=check + SERVE)):
         assert os.environ["RAY_ADDRESS"]
+
+
+STARTER = """
+import sys, time
+from pathlib import Path
+from serving.local import LocalPipeline
+from serving.reaper import marked
+with LocalPipeline(Path(sys.argv[1]), programs=Path(sys.argv[2])) as pipeline:
+    print(pipeline._mark, pipeline._directory, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_nothing_is_left_of_a_starter_that_was_killed(programs: Programs, config: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", STARTER, config, programs()], stdout=subprocess.PIPE) as starter:
+        assert starter.stdout is not None
+        mark, directory = starter.stdout.readline().decode().split()
+        during = marked(mark)
+        starter.kill()
+    deadline = time.monotonic() + 30
+    while (marked(mark) or Path(directory).exists()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert len(during) == 3
+    assert not any(is_alive(pid) for pid in during)
+    assert not Path(directory).exists()
