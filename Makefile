@@ -16,6 +16,8 @@ PYTEST := $(BIN)/python -m pytest
 # Ray starts workers at nice 15, where engines lose against anything else that runs on the machine.
 export RAY_worker_niceness := 0
 export RAY_USAGE_STATS_ENABLED := 0
+# Keeps the ports of a local Ray on loopback; the name tells on which systems that is Ray's default.
+export RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER := 0
 
 .PHONY: help setup demo serve check test lint bench lock docs clean
 
@@ -41,7 +43,7 @@ demo: check ## start the pipeline, send it a picture, show what each stage did, 
 	$(BIN)/python -m serving.demo --config $(CONFIG)
 
 serve: check ## serve CONFIG until Ctrl-C
-	$(BIN)/serve run $(CONFIG)
+	env -u RAY_ADDRESS $(BIN)/serve run $(CONFIG)
 
 test: $(STAMP) ## all tests; each kind in a process of its own, so that no engine outlives its tests
 	$(PYTEST) tests/unit

@@ -14,7 +14,6 @@ __all__ = ["ClusterConfig", "EncodingTransferConfig", "MediaConfig"]
 
 MAKE_SECRET = "openssl rand -hex 32 > FILE"
 _MIN_SECRET_BYTES = 16
-_NO_DOMAIN = "media-urls-are-off.invalid"
 Port = Annotated[int, Field(ge=1024, le=65535)]
 
 
@@ -63,8 +62,7 @@ class MediaConfig(Frozen):
     allowed_domains: tuple[str, ...] = Field(
         (),
         description="Hosts from which media URLs may be fetched. Empty: only data URLs and uploads, since a server "
-        "that fetches any URL reaches private services (SSRF). Redirects are not followed: their targets would go "
-        "unchecked.",
+        "that fetches any URL reaches private services (SSRF). Redirects are checked against the same list.",
     )
     fetch_timeout_s: Annotated[int, Field(ge=1)] = Field(
         5, description="Longest wait for one media URL, in whole seconds: the request waits meanwhile."
@@ -77,11 +75,6 @@ class MediaConfig(Frozen):
         description="Largest image in pixels, checked from its header before it is decoded (decompression bombs). "
         "The default is 32 megapixels, about 3 s of render time on one core.",
     )
-
-    @property
-    def engine_domains(self) -> list[str]:
-        """vLLM's `allowed_media_domains`: there an empty list means any, so ours becomes one that matches nothing."""
-        return [domain.lower() for domain in self.allowed_domains] or [_NO_DOMAIN]
 
 
 class ClusterConfig(Frozen):

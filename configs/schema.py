@@ -111,8 +111,6 @@ def replica_environment(config: PipelineConfig) -> dict[str, str]:
         "VLLM_IMAGE_FETCH_TIMEOUT": str(config.media.fetch_timeout_s),
         "VLLM_VIDEO_FETCH_TIMEOUT": str(config.media.fetch_timeout_s),
         "VLLM_AUDIO_FETCH_TIMEOUT": str(config.media.fetch_timeout_s),
-        # Only the first address of a redirect chain is checked against the allowed domains.
-        "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0",
         "VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB": str(config.media.max_download_bytes >> 20),
         "VLLM_MAX_IMAGE_PIXELS": str(config.media.max_image_pixels),
     }

@@ -188,11 +188,6 @@ def test_serve_is_given_either_a_number_or_a_range_of_replicas() -> None:
     assert ranged["autoscaling_config"]["max_replicas"] == 3
 
 
-def test_no_domain_means_that_no_url_is_fetched() -> None:
-    assert config().media.engine_domains == ["media-urls-are-off.invalid"]
-    assert load({"models": [MODEL], "media": {"allowed_domains": ["A.example"]}}).media.engine_domains == ["a.example"]
-
-
 def test_a_file_may_hold_a_serve_config_or_the_values_alone(tmp_path: Path) -> None:
     bare, serve = tmp_path / "bare.yaml", tmp_path / "serve.yaml"
     bare.write_text("models: [{model: 'builtin:tiny-llava'}]")
