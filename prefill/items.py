@@ -36,6 +36,9 @@ class Known:
 
     @property
     def metadata(self) -> Mapping[str, Any] | None:
+        """Tensors answer for themselves: no other part may lend them a field that they lack."""
+        if self.tensors is not None:
+            return self.tensors.metadata
         return self.held_metadata if self.sent_metadata is None else self.sent_metadata
 
 
@@ -92,12 +95,17 @@ def _add_tensors(item: NamedFeature, there: Known, tensors: Tensors) -> None:
         raise item.invalid("its identifier names an item with other tensors as well")
     if there.held_metadata is not None and there.held_metadata != tensors.metadata:
         raise item.invalid("its identifier already names an item with other metadata")
+    if there.sent_metadata and there.sent_metadata != tensors.metadata:
+        raise item.invalid("its identifier names an item with other metadata as well")
     there.tensors = tensors
-    _add_metadata(item, there, tensors.metadata)
 
 
 def _add_metadata(item: NamedFeature, there: Known, fields: Mapping[str, Any]) -> None:
-    if there.sent_metadata is not None and there.sent_metadata != fields:
+    """An empty set says nothing, so it contradicts nothing."""
+    if not fields and there.metadata:
+        return
+    stated = there.sent_metadata if there.tensors is None else there.tensors.metadata
+    if stated != fields and (stated or there.tensors is not None):
         raise item.invalid("its identifier names an item with other metadata as well")
     if there.held_metadata is not None and there.held_metadata != fields:
         raise _mismatch(item, "what prefill holds of the item")

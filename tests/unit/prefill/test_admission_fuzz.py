@@ -192,10 +192,9 @@ def assert_safe(request: Request, admission: Admission) -> None:
 
 
 def assert_data(requirement: FeatureRequirement, feature: Feature, decision: Decision) -> None:
-    if decision is Decision.UNRESOLVED or requirement.need(feature.modality) is Need.NOTHING:
-        return
-    if decision is not Decision.HELD:
-        assert feature.payload is not None  # position set-up reads it
+    if decision in (Decision.UNRESOLVED, Decision.HELD) or requirement.need(feature.modality) is Need.NOTHING:
+        return  # waiting, kept by a prefill that admitted it, or not read
+    assert feature.payload is not None  # position set-up reads it
     fields = feature.payload.fields if isinstance(feature.payload, Metadata) else {}
     if requirement.family is not None and isinstance(feature.payload, Metadata):
         grid = fields[f"{feature.modality}_grid_thw"]

@@ -382,6 +382,15 @@ def test_one_identifier_with_two_contents_is_refused(first: Any, second: Any) ->
     refuse(request, InvalidFeature, "features.image[1]", "a")
 
 
+@pytest.mark.parametrize("first", ["tensors", "metadata"])
+def test_metadata_lends_tensors_no_field_that_they_lack(first: str) -> None:
+    """The engine would be handed the tensors, and would miss the grid."""
+    bare = Tensors((b"x",), {}, {"pixel_values": TensorInfo((48, PATCH_DIM), "bfloat16")})
+    payloads = [bare, Metadata(GRID)] if first == "tensors" else [Metadata(GRID), bare]
+    request = Request([image("a", 2, payloads[0]), image("a", 20, payloads[1])])
+    refuse(request, InvalidFeature, "features.image[1]", "a")
+
+
 def test_one_identifier_in_two_modalities_is_refused() -> None:
     video = Feature("video", "fine", Placeholder(30, ROWS), Metadata({"video_grid_thw": [1, 6, 8]}))
     refuse(Request([FINE, video]), InvalidFeature, "features.video[0]", "fine")

@@ -266,6 +266,16 @@ def test_sent_metadata_must_be_what_prefill_holds() -> None:
         Request([image(payload=Metadata(GRID))], MROPE, held=held).check()
 
 
+def test_empty_metadata_contradicts_nothing() -> None:
+    held = {"a": held_item(metadata=GRID, ref=reference("a"))}
+    features = [image("a", 2, Metadata({})), image("a", 20, Metadata(GRID)), image("a", 40, Metadata({}))]
+    items = Request(features, MROPE, held=held).check().items
+    assert {item.decision for item in items} == {Decision.METADATA_AND_REF}
+    assert all(item.feature.payload == Metadata(GRID) for item in items)
+    sent = Request(features, MROPE, {"a": reference("a")}).check()
+    assert all(item.feature.payload == Metadata(GRID) for item in sent.items)
+
+
 def test_unconfirmed_metadata_does_not_go_on() -> None:
     (item,) = Request([image(payload=Metadata(GRID))], OPEN).check().items
     assert (item.decision, item.feature.payload) == (Decision.NOTHING, None)
