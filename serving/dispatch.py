@@ -19,10 +19,15 @@ Check = Callable[[], Awaitable[None]]
 
 
 class ServedModel(msgspec.Struct, frozen=True):
-    """One model's application, and a check that raises a `TriptychError` when it cannot be served now."""
+    """One model's application.
+
+    `check_health` raises a `TriptychError` when the model cannot be served now. `prepare` is given every body on its
+    way to the application.
+    """
 
     app: ASGIApp
     check_health: Check
+    prepare: Callable[[bytes], bytes]
 
 
 class _NamesModel(msgspec.Struct, frozen=True):
@@ -45,11 +50,11 @@ class Dispatcher:
         if not models:
             raise ValueError("no models to serve")
         self._models = dict(models)
-        self._default = next(iter(self._models.values())).app
+        self._default = next(iter(self._models.values()))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._default(scope, receive, send)
+            await self._default.app(scope, receive, send)
             return
         match scope["method"], scope["path"].rstrip("/"):
             case "GET", "/health":
@@ -59,21 +64,21 @@ class Dispatcher:
             case "POST", _:
                 await self._post(scope, receive, send)
             case _:
-                await self._default(scope, receive, send)
+                await self._default.app(scope, receive, send)
 
     async def _post(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await _read(receive)
         if body is None:
             return  # the client left before its request was complete
         try:
-            app = self._choose(body)
+            model = self._choose(body)
         except TriptychError as error:
             await _respond(send, *error_response(scope["path"], error))
             return
-        await app(scope, _replay(body, receive), send)
+        await model.app(scope, _replay(model.prepare(body), receive), send)
 
-    def _choose(self, body: bytes) -> ASGIApp:
-        """The application for `body`. What is no JSON object at all is left for an application to refuse."""
+    def _choose(self, body: bytes) -> ServedModel:
+        """The model for `body`. What is no JSON object at all is left for an application to refuse."""
         try:
             name = msgspec.json.decode(body, type=_NamesModel).model
         except msgspec.ValidationError as error:
@@ -83,7 +88,7 @@ class Dispatcher:
         except msgspec.DecodeError:
             return self._default
         if name in self._models:
-            return self._models[name].app
+            return self._models[name]
         known = ", ".join(self._models)
         if name is not None:
             raise ModelNotFound(f"the model {name[:200]!r} does not exist; served: {known}", param="model")

@@ -34,6 +34,7 @@ from serving.errors import (
 from serving.fanout import fan_out
 from serving.gate import current_exchange
 from serving.gated import gated
+from serving.naming import ItemNames
 from serving.outputs import Answer
 from serving.protocol import DecodeChunk
 from serving.render import ModelFront
@@ -42,6 +43,7 @@ from serving.stages import PipelineRequest, Report
 logger = logging.getLogger(__name__)
 
 TASKS = ("generate",)
+TOKEN_IN_ROUTE = "/inference/v1/generate"
 
 
 class Generator(Protocol):
@@ -56,6 +58,7 @@ class PipelineClient(NoEngineControls):
     Args:
         front: The model's front-end objects.
         pipeline: Runs rendered requests.
+        names: Knows the items that clients named.
         request_timeout_s: Deadline of one request over all stages; None means unlimited.
         check_stages: Raises a `TriptychError` when the model cannot be served now; `/health` asks it.
     """
@@ -64,6 +67,7 @@ class PipelineClient(NoEngineControls):
         self,
         front: ModelFront,
         pipeline: Generator,
+        names: ItemNames,
         *,
         request_timeout_s: float | None,
         check_stages: Callable[[], Awaitable[None]],
@@ -74,6 +78,7 @@ class PipelineClient(NoEngineControls):
         self.input_processor = front.input_processor
         self._front = front
         self._pipeline = pipeline
+        self._names = names
         self._timeout_s = request_timeout_s
         self._check_stages = check_stages
         self._active: dict[str, asyncio.Event] = {}
@@ -110,6 +115,7 @@ class PipelineClient(NoEngineControls):
             data_parallel_rank=data_parallel_rank,
             reasoning_ended=reasoning_ended,
             reasoning_parser_kwargs=reasoning_parser_kwargs,
+            client_named=exchange is not None and exchange.path.endswith(TOKEN_IN_ROUTE),
         )
         return gated(outputs, None if exchange is None else exchange.begin())
 
@@ -124,8 +130,12 @@ class PipelineClient(NoEngineControls):
         data_parallel_rank: int | None = None,
         reasoning_ended: bool | None = None,
         reasoning_parser_kwargs: dict[str, Any] | None = None,
+        client_named: bool = False,
     ) -> AsyncGenerator[Report | RequestOutput, None]:
         """Yield one `Report`, then outputs of the kind that `sampling_params` asks for.
+
+        Args:
+            client_named: Whether the prompt's item identifiers are the client's own, as in token-in requests.
 
         Raises:
             TriptychError: As the tree in `serving/errors.py` says. Nothing else but cancellation.
@@ -138,23 +148,40 @@ class PipelineClient(NoEngineControls):
             raise Unsupported("only rendered prompts are served", param="prompt")
         if request_id in self._active:
             raise DuplicateRequest(f"a request with the id {request_id!r} is running", param="request_id")
-        requests = [
-            msgspec.structs.replace(
-                request,
-                priority=priority,
-                reasoning_ended=reasoning_ended,
-                reasoning_parser_kwargs=reasoning_parser_kwargs,
-            )
-            for request in self._requests(prompt, sampling_params, request_id)
-        ]
+        refs, extra_args = client_refs(sampling_params.extra_args)
+        params = sampling_params.clone()
+        params.extra_args = extra_args
+        params.max_tokens = self._validated_max_tokens(prompt, params, request_id)
+        renamed = await self._names.rename(
+            features_of(prompt, self._front.metadata_fields),
+            prompt.get("cache_salt"),
+            client_named=client_named,
+            referenced=refs,
+        )
+        template = PipelineRequest(
+            request_id=request_id,
+            token_ids=tuple(prompt["prompt_token_ids"]),
+            features=renamed.features,
+            sampling=b"",
+            refs=refs,
+            cache_salt=prompt.get("cache_salt"),
+            priority=priority,
+            reasoning_ended=reasoning_ended,
+            reasoning_parser_kwargs=reasoning_parser_kwargs,
+            timeout_s=self._timeout_s,
+        )
+        requests = _one_for_each_answer(template, params)
+        answer = Answer(request_id, prompt["prompt_token_ids"], sampling_params.output_kind, len(requests))
         stop = self._active[request_id] = asyncio.Event()
         try:
-            answer = Answer(request_id, prompt["prompt_token_ids"], sampling_params.output_kind, len(requests))
             async with aclosing(self._stream(requests, answer, stop)) as outputs:
                 async for output in outputs:
-                    yield output
-        except TriptychError:
-            raise
+                    yield renamed.report(output) if isinstance(output, Report) else output
+        except TriptychError as error:
+            told = renamed.error(error)
+            if told is error:
+                raise
+            raise told from error
         except Exception as error:
             logger.exception("request %s failed in the pipeline", request_id)
             raise EngineFault("the pipeline failed the request") from error
@@ -179,39 +206,6 @@ class PipelineClient(NoEngineControls):
             if not stop.is_set():
                 raise EngineFault("a stage ended the stream before the answer was complete")
             yield answer.abort()
-
-    def _requests(self, prompt: Any, params: SamplingParams, request_id: str) -> list[PipelineRequest]:
-        """One request for each of the `n` answers, with the seeds that vLLM's own `ParentRequest` sets.
-
-        Ids get a random part: two ingress processes may be given the same one by their clients.
-        """
-        refs, extra_args = client_refs(params.extra_args)
-        params = params.clone()
-        params.extra_args = extra_args
-        max_tokens = self._validated_max_tokens(prompt, params, request_id)
-        params.max_tokens = max_tokens
-        count, seed = params.n, params.seed
-        params.n = 1
-        if count > 1 or params.output_kind is RequestOutputKind.CUMULATIVE:
-            params.output_kind = RequestOutputKind.DELTA
-        features = features_of(prompt, self._front.metadata_fields)
-        unique = secrets.token_hex(4)
-        requests = []
-        for index in range(count):
-            if seed is not None:
-                params.seed = seed + index
-            requests.append(
-                PipelineRequest(
-                    request_id=f"{request_id}-{unique}" if count == 1 else f"{index}_{request_id}-{unique}",
-                    token_ids=tuple(prompt["prompt_token_ids"]),
-                    features=features,
-                    sampling=encode_sampling(params),
-                    refs=refs,
-                    cache_salt=prompt.get("cache_salt"),
-                    timeout_s=self._timeout_s,
-                )
-            )
-        return requests
 
     def _validated_max_tokens(self, prompt: Any, params: SamplingParams, request_id: str) -> int | None:
         """What every engine would check of the request, before any stage is asked; and the token limit that results.
@@ -263,3 +257,28 @@ class PipelineClient(NoEngineControls):
     @property
     def dead_error(self) -> BaseException:
         return StageUnavailable("a stage has no live replica")
+
+
+def _one_for_each_answer(template: PipelineRequest, params: SamplingParams) -> list[PipelineRequest]:
+    """A request for each of the `n` answers, with the seeds that vLLM's own `ParentRequest` sets.
+
+    Ids get a random part: two ingress processes may be given the same one by their clients.
+    """
+    count, seed = params.n, params.seed
+    params.n = 1
+    if count > 1 or params.output_kind is RequestOutputKind.CUMULATIVE:
+        params.output_kind = RequestOutputKind.DELTA
+    unique = secrets.token_hex(4)
+    requests = []
+    for index in range(count):
+        if seed is not None:
+            params.seed = seed + index
+        prefix = f"{index}_" if count > 1 else ""
+        requests.append(
+            msgspec.structs.replace(
+                template,
+                request_id=f"{prefix}{template.request_id}-{unique}",
+                sampling=encode_sampling(params),
+            )
+        )
+    return requests

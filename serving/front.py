@@ -13,12 +13,14 @@ from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.serve.exception_handling.handlers.validation import validation_exception_handler
 
+from serving.dispatch import ServedModel
 from serving.engine_client import TASKS, Generator, PipelineClient
 from serving.errors import ECReferenceRequired, InvalidRequest, TriptychError
 from serving.gate import Gate, error_response
 from serving.generate_api import GenerateService, generate_router
 from serving.generate_prompts import PromptRenderer
 from serving.generate_types import telling
+from serving.naming import ItemNames
 from serving.render import ModelFront
 
 _METADATA_ONLY = "metadata-only multimodal items require ec_transfer_params"
@@ -31,10 +33,13 @@ class Front:
     Build it with `build`, in the event loop that will serve it.
     """
 
-    def __init__(self, front: ModelFront, client: PipelineClient, app: FastAPI, service: GenerateService) -> None:
-        self.name = front.model.name
+    def __init__(
+        self, name: str, client: PipelineClient, app: FastAPI, service: GenerateService, names: ItemNames
+    ) -> None:
+        self.name = name
         self.client = client
         self.service = service
+        self.names = names
         self.fastapi = app
         self.app = Gate(app)
 
@@ -55,7 +60,8 @@ class Front:
             request_timeout_s: Deadline of one request over all stages; None means unlimited.
             check_stages: Raises a `TriptychError` when the model cannot be served now.
         """
-        client = PipelineClient(front, pipeline, request_timeout_s=request_timeout_s, check_stages=check_stages)
+        names = ItemNames(front.model.name)
+        client = PipelineClient(front, pipeline, names, request_timeout_s=request_timeout_s, check_stages=check_stages)
         app = build_app(front.args, TASKS, client.model_config)
         await init_app_state(client, app.state, front.args, TASKS)
         app.state.server = SimpleNamespace()  # vLLM's handlers look for the uvicorn server that they could stop
@@ -66,7 +72,12 @@ class Front:
         app.exception_handler(RequestValidationError)(_invalid_body)
         # vLLM's SageMaker routes have built the stack already, with the handlers that were known then.
         app.middleware_stack = app.build_middleware_stack()
-        return cls(front, client, app, service)
+        return cls(front.model.name, client, app, service, names)
+
+    @property
+    def served(self) -> ServedModel:
+        """What the dispatcher needs."""
+        return ServedModel(self.app, self.client.check_health, self.names.rename_uuids)
 
     def close(self) -> None:
         self.client.shutdown()

@@ -87,7 +87,7 @@ class Exchange:
 
     def __init__(self, path: str, send: Send, clock: Callable[[], float] = time.monotonic) -> None:
         self.received_at = clock()
-        self._path = path
+        self.path = path
         self._send = send
         self._pending = 0
         self._notes: list[Note] = []
@@ -133,13 +133,12 @@ class Exchange:
         if self._failure is None or self._ended:
             return
         self._ended = True
-        self._held.clear()
         if self._started:
-            event = stream_error(self._path, self._failure) if self._is_stream else b""
+            event = stream_error(self.path, self._failure) if self._is_stream else b""
             await self._send({"type": "http.response.body", "body": event, "more_body": False})
             return
         self._started = True
-        status, headers, body = error_response(self._path, self._failure)
+        status, headers, body = error_response(self.path, self._failure)
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 

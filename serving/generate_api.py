@@ -88,7 +88,13 @@ class GenerateService:
         prompt = await self._prompts.render(request)
         rendered_at = time.monotonic()
         request_id = f"gen-{request.request_id or secrets.token_hex(12)}"
-        outputs = self._client.run(prompt, self._sampling(request, prompt), request_id, priority=request.priority)
+        outputs = self._client.run(
+            prompt,
+            self._sampling(request, prompt),
+            request_id,
+            priority=request.priority,
+            client_named=request.token_ids is not None,
+        )
         progress = _Progress(self._model, request_id, prompt["prompt_token_ids"], arrived_at, rendered_at)
         async with aclosing(outputs) as stream:
             async for output in stream:

@@ -14,13 +14,14 @@ Callers inside the cluster use the deployment's handle: `handle.generate.remote(
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
 import msgspec
 
-from serving.dispatch import Dispatcher, ServedModel
+from serving.dispatch import Dispatcher
 from serving.engine_client import Generator
 from serving.errors import InvalidRequest, ModelNotFound
 from serving.front import Front
@@ -71,8 +72,7 @@ class Ingress:
     async def __serve_build_asgi_app__(self) -> ASGIApp:
         """What Serve mounts."""
         fronts = await self._built()
-        served = {name: ServedModel(front.app, front.client.check_health) for name, front in fronts.items()}
-        return DisconnectGuard(Dispatcher(served))
+        return DisconnectGuard(Dispatcher({name: front.served for name, front in fronts.items()}))
 
     async def generate(self, request: GenerateRequest | dict[str, Any]) -> GenerateResponse:
         """`POST /generate` without HTTP.
@@ -82,7 +82,7 @@ class Ingress:
         """
         checked = parse_request(request)
         front = await self._front(checked.model)
-        return await front.service.complete(checked)
+        return await front.service.complete(_prepared(checked, front))
 
     async def generate_stream(
         self, request: GenerateRequest | dict[str, Any]
@@ -90,7 +90,7 @@ class Ingress:
         """`POST /generate` with `stream`, without HTTP: deltas, then the `GenerateResponse`."""
         checked = parse_request(request)
         front = await self._front(checked.model)
-        async with aclosing(front.service.stream(checked)) as events:
+        async with aclosing(front.service.stream(_prepared(checked, front))) as events:
             async for event in events:
                 yield event
 
@@ -129,3 +129,12 @@ class Ingress:
         for front in self._fronts.values():
             front.close()
         await self._connection.close()
+
+
+def _prepared(request: GenerateRequest, front: Front) -> GenerateRequest:
+    """The request with internal identifiers for its uuids, as the dispatcher does to a body."""
+    if request.messages is None:
+        return request
+    messages = copy.deepcopy(request.messages)
+    front.names.rename_in(messages, request.cache_salt)
+    return request.model_copy(update={"messages": messages})

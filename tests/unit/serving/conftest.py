@@ -86,10 +86,10 @@ def front(shared_front: tuple[Front, FakePipeline]) -> Front:
 @pytest.fixture
 async def http(front: Front) -> AsyncIterator[httpx.AsyncClient]:
     """A client of the whole ASGI stack, in this process."""
-    from serving.dispatch import Dispatcher, ServedModel
+    from serving.dispatch import Dispatcher
     from serving.gate import DisconnectGuard
 
-    app = DisconnectGuard(Dispatcher({front.name: ServedModel(front.app, front.client.check_health)}))
+    app = DisconnectGuard(Dispatcher({front.name: front.served}))
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://front") as client:
         yield client

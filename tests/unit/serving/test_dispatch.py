@@ -1,9 +1,10 @@
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from serving.dispatch import Dispatcher, ServedModel
+from serving.dispatch import Check, Dispatcher, ServedModel
 from serving.errors import StageUnavailable
 from serving.gate import ASGIApp, Message, Receive, Scope, Send
 from tests.unit.serving.front_fakes import healthy
@@ -22,6 +23,10 @@ def app_named(name: str) -> ASGIApp:
         await send({"type": "http.response.body", "body": content.encode(), "more_body": False})
 
     return app
+
+
+def served(name: str, check: Check = healthy, prepare: Callable[[bytes], bytes] = bytes) -> ServedModel:
+    return ServedModel(app_named(name), check, prepare)
 
 
 async def ask(app: ASGIApp, method: str, path: str, *chunks: bytes) -> tuple[int, Any]:
@@ -44,12 +49,12 @@ async def ask(app: ASGIApp, method: str, path: str, *chunks: bytes) -> tuple[int
 
 @pytest.fixture
 def two() -> Dispatcher:
-    return Dispatcher({name: ServedModel(app_named(name), healthy) for name in ("a", "b")})
+    return Dispatcher({name: served(name) for name in ("a", "b")})
 
 
 @pytest.fixture
 def one() -> Dispatcher:
-    return Dispatcher({"a": ServedModel(app_named("a"), healthy)})
+    return Dispatcher({"a": served("a")})
 
 
 async def test_the_body_chooses(two: Dispatcher) -> None:
@@ -104,7 +109,7 @@ async def test_health_is_the_conjunction(two: Dispatcher) -> None:
     async def away() -> None:
         raise StageUnavailable("no replica of decode")
 
-    sick = Dispatcher({"a": ServedModel(app_named("a"), healthy), "b": ServedModel(app_named("b"), away)})
+    sick = Dispatcher({"a": served("a"), "b": served("b", away)})
     status, answer = await ask(sick, "GET", "/health")
     assert (status, answer["error"]["message"]) == (503, "no replica of decode")
 
@@ -116,3 +121,9 @@ async def test_pages_come_from_the_first(two: Dispatcher) -> None:
 def test_there_must_be_a_model() -> None:
     with pytest.raises(ValueError, match="no models"):
         Dispatcher({})
+
+
+async def test_bodies_are_prepared_on_their_way() -> None:
+    app = Dispatcher({"a": served("a", prepare=lambda body: body.replace(b"theirs", b"ours"))})
+    status, answer = await ask(app, "POST", "/v1/completions", b'{"name": "theirs"}')
+    assert (status, answer["body"]) == (200, '{"name": "ours"}')

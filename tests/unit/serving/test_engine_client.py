@@ -21,6 +21,7 @@ from serving.errors import (
     Unsupported,
 )
 from serving.gated import Refused
+from serving.naming import ItemNames
 from serving.protocol import DecodeChunk, TokenLogprob
 from serving.references import ReferenceSigner
 from serving.render import ModelFront
@@ -33,7 +34,9 @@ PROMPT = tokens_input([40, 41, 42], cache_salt="tenant")
 
 @pytest.fixture
 def client(model_front: Callable[[str], ModelFront], pipeline: FakePipeline) -> PipelineClient:
-    return PipelineClient(model_front("tiny-qwen2-vl"), pipeline, request_timeout_s=9.0, check_stages=healthy)
+    return PipelineClient(
+        model_front("tiny-qwen2-vl"), pipeline, ItemNames("tiny"), request_timeout_s=9.0, check_stages=healthy
+    )
 
 
 async def outputs_of(client: PipelineClient, params: SamplingParams, **options: Any) -> list[RequestOutput]:

@@ -227,6 +227,7 @@ async def test_an_answer_that_was_complete_is_not_followed_by_an_error() -> None
     client = Client()
     await client.call(app_that(act))
     assert client.body == b"all of it"
+    assert len(client.messages) == 2
 
 
 async def test_a_clients_name_for_an_item_cannot_end_the_header() -> None:
