@@ -74,6 +74,10 @@ class EncoderServer:
             if not lock.locked():
                 self._running.pop(name, None)
 
+    async def release(self, *leases: str) -> None:
+        """Drop the pins of announcements that nobody will read; leases of other replicas are ignored."""
+        await self._engine.release([lease for lease in leases if lease])
+
     async def stats(self) -> dict[str, float]:
         return await self._engine.stats()
 

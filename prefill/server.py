@@ -110,6 +110,10 @@ class PrefillServer:
         )
         return encode(self._result(request, features, output, time.monotonic() - started_at))
 
+    async def release(self, *leases: str) -> None:
+        """Drop the pins of announcements that nobody will read; leases of other replicas are ignored."""
+        await self._engine.release([lease for lease in leases if lease])
+
     async def stats(self) -> dict[str, float]:
         return await self._engine.stats()
 

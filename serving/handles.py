@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
@@ -22,6 +22,7 @@ from serving.protocol import (
     DecodeRequest,
     EncodeRequest,
     EncodeResult,
+    EncodingRef,
     KVHandoff,
     PrefillRequest,
     PrefillResult,
@@ -32,6 +33,8 @@ from serving.protocol import (
 )
 
 _RETRY_AFTER_S = 1.0
+_RELEASE_TIMEOUT_S = 5.0
+"""Nobody waits longer to free what a lease frees anyway."""
 
 
 class EncodeHandle:
@@ -39,11 +42,18 @@ class EncodeHandle:
 
     def __init__(self, handle: DeploymentHandle) -> None:
         self._encode = handle.options(method_name="encode")
+        self._release = handle.options(method_name="release")
 
     async def encode(self, request: EncodeRequest) -> EncodeResult:
         handle = self._encode.options(session_id=request.feature.identifier)
         answer = await _call(handle, encode(request), stage="encode", timeout_s=request.timeout_s)
         return decode(EncodeResult, answer)
+
+    async def release(self, refs: Sequence[EncodingRef]) -> None:
+        """Each goes where its item's encode calls go, which is nearly always the replica that announced it."""
+        for ref in refs:
+            handle = self._release.options(session_id=ref.identifier)
+            await _call(handle, ref.lease, stage="encode", timeout_s=_RELEASE_TIMEOUT_S)
 
 
 class PrefillHandle:
@@ -52,6 +62,7 @@ class PrefillHandle:
     def __init__(self, handle: DeploymentHandle) -> None:
         self._resolve = handle.options(method_name="resolve")
         self._prefill = handle.options(method_name="prefill")
+        self._release = handle.options(method_name="release")
 
     async def resolve(self, request: ResolveRequest) -> ResolveResult:
         handle = self._resolve.options(session_id=request.affinity)
@@ -61,6 +72,10 @@ class PrefillHandle:
         handle = self._prefill.options(session_id=request.affinity)
         answer = await _call(handle, encode(request), stage="prefill", timeout_s=request.timeout_s)
         return decode(PrefillResult, answer)
+
+    async def release(self, refs: Sequence[EncodingRef], affinity: str) -> None:
+        handle = self._release.options(session_id=affinity)
+        await _call(handle, *(ref.lease for ref in refs), stage="prefill", timeout_s=_RELEASE_TIMEOUT_S)
 
 
 class DecodeHandle:

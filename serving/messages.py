@@ -92,15 +92,15 @@ def _sent_provenance(encoding: Encoding | None) -> ItemProvenance:
 
 def prefill_request(
     request: PipelineRequest,
-    attempt: int,
+    serial: int,
     features: Sequence[Feature],
     refs: Mapping[str, EncodingRef],
     *,
     timeout_s: float | None,
 ) -> PrefillRequest:
-    """The whole prompt, without pixels. Attempts have ids of their own: an engine may still hold an earlier one."""
+    """The whole prompt, without pixels. Each try has an id of its own: an engine may still hold an earlier one."""
     return PrefillRequest(
-        request_id=f"{request.request_id}-p{attempt}",
+        request_id=f"{request.request_id}-p{serial}",
         token_ids=request.token_ids,
         features=tuple(features),
         refs=dict(refs),

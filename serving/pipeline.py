@@ -8,13 +8,15 @@ costs a round trip, never an answer.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from itertools import count
 
 import msgspec
 
-from serving.errors import EncodingUnavailable, HandoffExpired, MultiModalCacheMiss, TriptychError
+from serving.errors import EncodingUnavailable, HandoffExpired, MultiModalCacheMiss, StageUnavailable, TriptychError
 from serving.limits import Limits
 from serving.messages import (
     Encoding,
@@ -28,9 +30,9 @@ from serving.messages import (
 from serving.metrics import PipelineMetrics
 from serving.protocol import (
     DecodeChunk,
+    EncodeResult,
     Feature,
     ItemProvenance,
-    KVHandoff,
     PrefillResult,
     ResolvedItem,
     ResolveRequest,
@@ -47,6 +49,8 @@ from serving.stages import (
     Prefiller,
     Report,
 )
+
+logger = logging.getLogger(__name__)
 
 _HINTS = 65_536
 """Identifiers remembered per stage. At 32 bytes a name this is a few MiB in each ingress process."""
@@ -110,8 +114,9 @@ class Pipeline:
         admitted = self._judge(request, None)
         deadline = None if request.timeout_s is None else self._clock() + request.timeout_s
         async with self._limits.slot(has_media=bool(request.features)), self._counted() as began_at:
+            serial = count(1)
             for attempt in range(1, self._attempts + 1):
-                prefilled = await self._prefill(request, admitted, deadline)
+                prefilled = await self._prefill(request, admitted, serial, deadline)
                 started = False
                 try:
                     async with aclosing(self._decode(request, prefilled, deadline)) as chunks:
@@ -122,7 +127,7 @@ class Pipeline:
                                 started = True
                             yield chunk
                     return
-                except HandoffExpired as error:
+                except (HandoffExpired, StageUnavailable) as error:
                     if started or attempt == self._attempts:
                         raise
                     self._metrics.retried(error.code)
@@ -151,8 +156,10 @@ class Pipeline:
         finally:
             self._metrics.ended(outcome, self._clock() - began_at)
 
-    async def _prefill(self, request: PipelineRequest, admitted: Admission, deadline: float | None) -> _Prefilled:
-        """Bring every encoding to prefill and run it; an encoding lost on the way is made once more."""
+    async def _prefill(
+        self, request: PipelineRequest, admitted: Admission, serial: Iterator[int], deadline: float | None
+    ) -> _Prefilled:
+        """Bring every encoding to prefill and run it; what is lost on the way is done once more."""
         held = await self._resolve(request, admitted)
         if admitted.unresolved:
             admitted = self._judge(request, held)
@@ -166,31 +173,54 @@ class Pipeline:
             encodings = at_hand | await self._encode_all(request, admitted.features, at_hand, deadline)
             encode_s = self._clock() - started_at
             features = tuple(for_prefill(feature, encodings) for feature in admitted.features)
+            refs = admitted.refs | {name: encoding.ref for name, encoding in encodings.items()}
             sent_at = self._clock()
+            message = prefill_request(request, next(serial), features, refs, timeout_s=self._remaining(deadline))
             try:
-                result = await self._prefiller.prefill(
-                    prefill_request(
-                        request,
-                        attempt,
-                        features,
-                        admitted.refs | {name: encoding.ref for name, encoding in encodings.items()},
-                        timeout_s=self._remaining(deadline),
-                    )
-                )
-            except (EncodingUnavailable, MultiModalCacheMiss) as error:
-                lost = self._forget(error.hashes or tuple(encodings))
-                again = any(f.identifier in lost and isinstance(f.payload, Tensors) for f in request.features)
-                if not again or attempt == self._attempts:
+                result = await self._prefiller.prefill(message)
+            except (EncodingUnavailable, MultiModalCacheMiss, StageUnavailable) as error:
+                at_hand = self._after_loss(error, request, encodings)
+                if attempt == self._attempts:
                     raise
                 self._metrics.retried(error.code)
-                at_hand = {name: encoding for name, encoding in at_hand.items() if name not in lost}
                 continue
+            except BaseException:
+                await self._let_go(encodings)
+                raise
             for feature in features:
                 self._at_prefill.add(feature.identifier)
             report = report_of(features, encodings, result, encode_s)
             self._metrics.prefilled(report)
             return _Prefilled(result, features, report, sent_at + result.handoff.lease_s - self._handoff_margin_s)
         raise AssertionError("the loop returns or raises")
+
+    def _after_loss(
+        self, error: TriptychError, request: PipelineRequest, encodings: Mapping[str, Encoding]
+    ) -> dict[str, Encoding]:
+        """The encodings that are still good after a failed prefill.
+
+        Raises:
+            TriptychError: `error` itself, when an item is lost whose tensors nobody here has.
+        """
+        if isinstance(error, StageUnavailable):
+            return {name: e for name, e in encodings.items() if e.provenance is not ItemProvenance.PREFILL_SLAB}
+        lost = set(error.hashes or encodings)
+        for name in lost:
+            self._at_encoder.discard(name)
+            self._at_prefill.discard(name)
+        if not any(f.identifier in lost and isinstance(f.payload, Tensors) for f in request.features):
+            raise error
+        return {name: encoding for name, encoding in encodings.items() if name not in lost}
+
+    async def _let_go(self, encodings: Mapping[str, Encoding]) -> None:
+        """Drop the pins of encodings that prefill did not read.
+
+        An engine that ran the request has dropped them itself; doing it twice does nothing. Shielded: the caller
+        is often being cancelled. After a loss it is left to the leases: what died cannot be told.
+        """
+        refs = [encoding.ref for encoding in encodings.values()]
+        if refs:
+            await asyncio.shield(asyncio.ensure_future(_forgiving(self._encoder.release(refs))))
 
     async def _resolve(self, request: PipelineRequest, admitted: Admission) -> dict[str, ResolvedItem]:
         """Ask prefill for items whose fate depends on it, and for those with tensors that it probably still holds."""
@@ -226,32 +256,33 @@ class Pipeline:
         return {feature.identifier: task.result() for feature, task in zip(missing, tasks, strict=True)}
 
     async def _encode(self, request: PipelineRequest, feature: Feature, deadline: float | None) -> Encoding:
-        """Encode one item, sending its tensors only to an encoder that may need them."""
+        """Encode one item, sending its tensors only to an encoder that may need them; a dead one is asked elsewhere."""
         call = encode_request(request, feature, timeout_s=self._remaining(deadline))
         if feature.identifier in self._at_encoder:
             bare = msgspec.structs.replace(call, feature=without_tensors([call.feature])[0])
-            result = await self._encoder.encode(bare)
+            result = await self._elsewhere(lambda: self._encoder.encode(bare))
             if result.ref is not None:
                 return Encoding(result.ref, result.provenance, result.metadata)
-        result = await self._encoder.encode(call)
+        result = await self._elsewhere(lambda: self._encoder.encode(call))
         if result.ref is None:
             raise EncodingUnavailable("the encoder did not keep the item", hashes=[feature.identifier])
         self._at_encoder.add(feature.identifier)
         return Encoding(result.ref, result.provenance, result.metadata)
 
-    def _forget(self, identifiers: Sequence[str]) -> set[str]:
-        for name in identifiers:
-            self._at_encoder.discard(name)
-            self._at_prefill.discard(name)
-        return set(identifiers)
+    async def _elsewhere(self, call: Callable[[], Awaitable[EncodeResult]]) -> EncodeResult:
+        for _ in range(1, self._attempts):
+            try:
+                return await call()
+            except StageUnavailable as error:
+                self._metrics.retried(error.code)
+        return await call()
 
     async def _decode(
         self, request: PipelineRequest, prefilled: _Prefilled, deadline: float | None
     ) -> AsyncGenerator[DecodeChunk, None]:
         """Hand the KV blocks to decode and stream; whatever ends before decode's first chunk returns them."""
-        handoff = prefilled.result.handoff
         async with AsyncExitStack() as unread:
-            unread.push_async_callback(self._reject, request.request_id, handoff)
+            unread.push_async_callback(self._reject, request, prefilled.result)
             remaining_s = prefilled.deadline - self._clock()
             if remaining_s <= 0:
                 raise HandoffExpired("prefill's KV blocks were not read within their lease")
@@ -262,15 +293,28 @@ class Pipeline:
                 handoff_remaining_s=remaining_s,
                 timeout_s=self._remaining(deadline),
             )
-            chunks = self._decoder.decode(message)
-            async with aclosing(chunks):
+            async with aclosing(self._decoder.decode(message)) as chunks:
                 async for chunk in chunks:
                     unread.pop_all()  # decode has read the blocks, and prefill has freed them
                     yield chunk
 
-    async def _reject(self, request_id: str, handoff: KVHandoff) -> None:
-        """Free prefill's blocks. Shielded: the caller is often being cancelled."""
-        await asyncio.shield(asyncio.ensure_future(self._decoder.reject(request_id, handoff)))
+    async def _reject(self, request: PipelineRequest, result: PrefillResult) -> None:
+        """Free prefill's blocks and announcements. Shielded: the caller is often being cancelled."""
+
+        async def free() -> None:
+            await _forgiving(self._decoder.reject(request.request_id, result.handoff))
+            if result.refs:
+                await _forgiving(self._prefiller.release(list(result.refs.values()), affinity(request)))
+
+        await asyncio.shield(asyncio.ensure_future(free()))
 
     def _remaining(self, deadline: float | None) -> float | None:
         return None if deadline is None else max(deadline - self._clock(), 0.0)
+
+
+async def _forgiving(call: Awaitable[None]) -> None:
+    """A call whose failure costs nothing but the wait for a lease to end."""
+    try:
+        await call
+    except TriptychError as error:
+        logger.info("could not free what a request held: %s", error)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -63,11 +63,17 @@ class Report(msgspec.Struct, frozen=True):
 class Encoder(Protocol):
     async def encode(self, request: EncodeRequest) -> EncodeResult: ...
 
+    async def release(self, refs: Sequence[EncodingRef]) -> None:
+        """Drop the pins of announcements that nobody will read. Unknown ones are ignored."""
+
 
 class Prefiller(Protocol):
     async def resolve(self, request: ResolveRequest) -> ResolveResult: ...
 
     async def prefill(self, request: PrefillRequest) -> PrefillResult: ...
+
+    async def release(self, refs: Sequence[EncodingRef], affinity: str) -> None:
+        """Drop the pins of announcements that nobody will read. Unknown ones are ignored."""
 
 
 class Decoder(Protocol):

@@ -6,8 +6,7 @@ hand-offs are numbers; time is the test's own. They count calls and keep what th
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 from serving.errors import TriptychError
 from serving.protocol import (
@@ -49,6 +48,7 @@ class FakeEncoder:
     def __init__(self) -> None:
         self.requests: list[EncodeRequest] = []
         self.held: dict[str, dict[str, object]] = {}
+        self.released: list[str] = []
         self.failures: list[TriptychError] = []
 
     async def encode(self, request: EncodeRequest) -> EncodeResult:
@@ -63,6 +63,9 @@ class FakeEncoder:
         self.held[name] = metadata_of(request.feature) or {}
         return EncodeResult(ref_for(name), ItemProvenance.ENCODED, self.held[name], 0.01)
 
+    async def release(self, refs: Sequence[EncodingRef]) -> None:
+        self.released += [ref.identifier for ref in refs]
+
 
 class FakePrefiller:
     """Answers every prompt; remembers items as a real replica's slab would."""
@@ -71,6 +74,7 @@ class FakePrefiller:
         self.requests: list[PrefillRequest] = []
         self.resolves: list[ResolveRequest] = []
         self.slab: dict[str, dict[str, object]] = {}
+        self.released: list[str] = []
         self.failures: list[TriptychError] = []
         self._lease_s = lease_s
         self._on_prefill = on_prefill
@@ -104,6 +108,9 @@ class FakePrefiller:
             prefill_s=0.02,
         )
 
+    async def release(self, refs: Sequence[EncodingRef], affinity: str) -> None:
+        self.released += [ref.identifier for ref in refs]
+
 
 class FakeDecoder:
     """Streams the given chunks, after the given failures."""
@@ -113,7 +120,6 @@ class FakeDecoder:
         self.rejected: list[KVHandoff] = []
         self.open_streams = 0
         self.failures: list[TriptychError] = []
-        self.faults_after_first: Counter[str] = Counter()
         self._chunks = chunks
 
     async def decode(self, request: DecodeRequest) -> AsyncGenerator[DecodeChunk, None]:

@@ -16,6 +16,7 @@ from serving.errors import (
     InvalidFeature,
     MultiModalCacheMiss,
     Overloaded,
+    StageUnavailable,
 )
 from serving.limits import Limits
 from serving.messages import encode_request
@@ -243,3 +244,47 @@ def test_an_items_own_prompt_stays_inside_the_whole_one(offset: int, expected: t
     own = encode_request(request(), image("a", offset), timeout_s=None)
     assert own.token_ids == expected
     assert own.feature.placeholder.offset == moved
+
+
+async def test_a_dead_encoder_is_asked_elsewhere_once() -> None:
+    stages = Stages()
+    stages.encoder.failures = [StageUnavailable("gone")]
+    _, chunks = await stages.run(request(image("a", 2)))
+    assert chunks[-1].finished
+    stages.encoder.failures = [StageUnavailable("gone")] * 2
+    with pytest.raises(StageUnavailable):
+        await stages.run(request(image("b", 2)))
+
+
+async def test_a_dead_prefill_is_asked_elsewhere_without_encoding_again() -> None:
+    stages = Stages()
+    stages.prefiller.failures = [StageUnavailable("gone")]
+    report, _ = await stages.run(request(image("a", 2)))
+    assert len(stages.encoder.requests) == 1
+    assert [r.request_id for r in stages.prefiller.requests] == ["r-p1", "r-p2"]
+    assert report.items[0].provenance is ItemProvenance.ENCODED
+
+
+async def test_a_dead_decode_prefills_again() -> None:
+    stages = Stages()
+    stages.decoder.failures = [StageUnavailable("gone")]
+    _, chunks = await stages.run(request(image("a", 2)))
+    assert chunks[-1].finished
+    assert len({r.request_id for r in stages.prefiller.requests}) == 2
+
+
+async def test_a_refused_prefill_lets_go_of_the_encodings() -> None:
+    stages = Stages()
+    stages.prefiller.failures = [InvalidFeature("bad")]
+    with pytest.raises(InvalidFeature):
+        await stages.run(request(image("a", 2), image("b", 8)))
+    assert sorted(stages.encoder.released) == ["a", "b"]
+
+
+async def test_a_hand_off_that_is_not_read_lets_go_of_prefills_encodings() -> None:
+    stages = Stages()
+    stages.decoder.failures = [InvalidFeature("bad")]
+    with pytest.raises(InvalidFeature):
+        await stages.run(request(image("a", 2)))
+    assert stages.prefiller.released == ["a"]
+    assert len(stages.decoder.rejected) == 1
