@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
@@ -39,6 +40,7 @@ from serving.traits import ModelTraits
 
 _HEALTH_TIMEOUT_S = 5.0
 _FALLBACK_REPLICAS = 7
+_LAST_WORDS_S = 0.5
 
 
 def build(args: Mapping[str, Any]) -> serve.Application:
@@ -121,7 +123,12 @@ def _front_model(model: ModelConfig, config: PipelineConfig) -> FrontModel:
 def _engine_settings(role: Role, model: ModelConfig, config: PipelineConfig, secret: bytes) -> EngineSettings:
     advertised = config.cluster.advertise_host
     host = ray.util.get_node_ip_address() if advertised == "auto" else advertised
-    return EngineSettings(role, model, config.cluster, secret, host)
+    return EngineSettings(role, model, config.cluster, secret, host, on_death=_end_replica)
+
+
+def _end_replica() -> None:
+    """End this replica's process, after its last answers have left."""
+    asyncio.get_running_loop().call_later(_LAST_WORDS_S, os._exit, 1)
 
 
 def _make_signer(config: PipelineConfig, secret: bytes) -> ReferenceSigner:

@@ -10,7 +10,7 @@ import logging
 import os
 import random
 import socket
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from enum import StrEnum
 from typing import Any
@@ -58,13 +58,21 @@ _KV_ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer"}
 
 
 class EngineSettings(msgspec.Struct, frozen=True):
-    """All that one replica's engine is made from. `secret` is the cluster secret, `host` this node's address."""
+    """All that one replica's engine is made from.
+
+    Args:
+        secret: The cluster secret.
+        host: This node's address.
+        on_death: Called once when the engine is found dead. A replica ends its process there: Serve then replaces it at
+            once, instead of after several failed health checks.
+    """
 
     role: Role
     model: ModelConfig
     cluster: ClusterConfig
     secret: bytes
     host: str
+    on_death: Callable[[], None] = lambda: None
 
     @property
     def stage(self) -> StageConfig:
@@ -94,6 +102,7 @@ class Engine:
         self._llm = AsyncLLM.from_engine_args(_engine_args(settings, control_port))
         self._warm = asyncio.Lock()
         self._is_warm = False
+        self._is_dead = False
 
     @property
     def llm(self) -> AsyncLLM:
@@ -209,6 +218,9 @@ class Engine:
         return _failure_error(failure["reason"], failure["identifiers"])
 
     def _dead(self) -> StageUnavailable:
+        if not self._is_dead:
+            self._is_dead = True
+            self._settings.on_death()
         return StageUnavailable(f"the {self._settings.role} engine has died", retry_after_s=_BUSY_RETRY_AFTER_S)
 
 
