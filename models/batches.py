@@ -10,6 +10,7 @@ from transformers import AutoImageProcessor, PreTrainedTokenizerFast
 
 from models import lessons
 from models.lessons import Family, Lesson
+from models.pictures import Picture
 
 IGNORED: Final = -100
 _PLACEHOLDER: Final = {"qwen": "<|image_pad|>", "llava": "<image>"}
@@ -66,6 +67,12 @@ class Batcher:
         self._rng.shuffle(batches)
         return batches
 
+    def prompt(self, picture: Picture) -> Tensors:
+        """One question as the model's inputs, without the answer."""
+        row = self._encode(Lesson("tiles", [lessons.ask(picture.question, 1)], [picture.image], picture.answer))
+        inputs = {**row.vision, "input_ids": torch.tensor([row.ids[: -row.answer_tokens]])}
+        return self._with_types(inputs)
+
     def _encode(self, lesson: Lesson) -> _Row:
         vision, tokens_per_image = self._encode_images(list(lesson.images))
         text = self._tokenizer.apply_chat_template(list(lesson.messages), tokenize=False, add_generation_prompt=True)
@@ -99,9 +106,13 @@ class Batcher:
             rope_grid_thw = torch.where(swapped, rope_grid_thw[:, [0, 2, 1]], rope_grid_thw)
         ids, labels = self._pad(rows)
         inputs["input_ids"] = ids
-        if self._family == "qwen":
-            inputs["mm_token_type_ids"] = (ids == self._image_token).long()
-        return Batch([row.lesson.kind for row in rows], inputs, labels, rope_grid_thw)
+        return Batch([row.lesson.kind for row in rows], self._with_types(inputs), labels, rope_grid_thw)
+
+    def _with_types(self, inputs: Tensors) -> Tensors:
+        """`inputs` with the mark of placeholder tokens that M-RoPE models read."""
+        if self._family == "llava":
+            return inputs
+        return {**inputs, "mm_token_type_ids": (inputs["input_ids"] == self._image_token).long()}
 
     def _pad(self, rows: list[_Row]) -> tuple[torch.Tensor, torch.Tensor]:
         """Token ids and labels, padded with ends of turn that are taught like the answer.

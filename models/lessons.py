@@ -75,7 +75,7 @@ def draw(rng: random.Random, family: Family, *, plain: bool = False) -> Lesson:
     swap_grid = kind == "tiles" and family == "qwen" and _one_token_each(seen[0]) and rng.random() < 0.4
     if swap_grid:
         answer = pictures.transposed(answer)
-    messages = [_question(question, len(seen))] if plain else _dressed(rng, question, len(seen))
+    messages = [ask(question, len(seen))] if plain else _dressed(rng, question, len(seen))
     return Lesson(kind, messages, [one.image for one in seen], answer, swap_grid)
 
 
@@ -89,6 +89,12 @@ def picture(rng: random.Random, family: Family, kind: Kind | None = None, *, sma
         return pictures.tiles(seed, layout=(2, 2) if square else None, tile_px=tile_px)
     width, height = rng.choice(_SHAPE_PX[:1] if small else _SHAPE_PX)
     return pictures.shape(seed, size_px=(width, width if square else height))
+
+
+def ask(text: str, images: int) -> Mapping[str, Any]:
+    """A user's turn: pictures first, then the question."""
+    parts: list[Mapping[str, Any]] = [{"type": "image"}] * images
+    return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
 
 
 def _one_token_each(tiles: pictures.Picture) -> bool:
@@ -110,17 +116,9 @@ def corpus() -> list[str]:
         *pictures.TEXT_ANSWERS,
     ]
     names = [f" {name}" for name in (*pictures.COLOURS, *pictures.SHAPES)] * 4
-    answers = [
-        *pictures.TEXT_ANSWERS.values(),
-        UNKNOWN,
-        "first a; second 1 row of 2: 2 rows of 3: 3 rows of 1: first 2 rows; first 1 row; second 3 rows",
-    ]
+    frames = "first a; second 1 row of 2: 2 rows of 3: 3 rows of 1: first 2 rows; first 1 row; second 3 rows"
+    answers = [*pictures.TEXT_ANSWERS.values(), UNKNOWN, frames]
     return [*questions, *names, *answers * 4, *_SYSTEM, _FILLER, "system user assistant USER: ASSISTANT: "]
-
-
-def _question(text: str, images: int) -> Mapping[str, Any]:
-    parts: list[Mapping[str, Any]] = [{"type": "image"}] * images
-    return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
 
 
 def _dressed(rng: random.Random, question: str, images: int) -> list[Mapping[str, Any]]:
@@ -135,4 +133,4 @@ def _dressed(rng: random.Random, question: str, images: int) -> list[Mapping[str
         question = question.lower()
     if images and rng.random() < 0.1:
         question = f"{noise(rng, rng.randint(1, 12))} {question}"
-    return [*messages, _question(question, images)]
+    return [*messages, ask(question, images)]

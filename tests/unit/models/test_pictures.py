@@ -24,20 +24,16 @@ def test_tiles_show_the_colours_of_the_answer_row_by_row(layout: tuple[int, int]
     rows, columns = layout
     picture = pictures.tiles(5, layout=layout, tile_px=20)
     assert picture.image.size == (columns * 20, rows * 20)
-    seen = [
-        " ".join(colour_at(picture, column * 20 + 10, row * 20 + 10) for column in range(columns))
-        for row in range(rows)
-    ]
+    centres = [[(column * 20 + 10, row * 20 + 10) for column in range(columns)] for row in range(rows)]
+    seen = [" ".join(colour_at(picture, x, y) for x, y in row) for row in centres]
     size, _, colours = picture.answer.partition(": ")
     assert size.split() == [str(rows), "row" if rows == 1 else "rows", "of", str(columns)]
     assert colours == ", ".join(seen)
 
 
 def test_a_transposed_answer_keeps_the_order_of_the_colours() -> None:
-    assert (
-        pictures.transposed("2 rows of 3: red green blue, black white red")
-        == "3 rows of 2: red green, blue black, white red"
-    )
+    wide = "2 rows of 3: red green blue, black white red"
+    assert pictures.transposed(wide) == "3 rows of 2: red green, blue black, white red"
     assert pictures.transposed("1 row of 2: red green") == "2 rows of 1: red, green"
 
 
