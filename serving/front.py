@@ -11,11 +11,13 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.serve.exception_handling.handlers.exception import exception_handler
 from vllm.entrypoints.serve.exception_handling.handlers.validation import validation_exception_handler
 
 from serving.dispatch import ServedModel
-from serving.engine_client import TASKS, Generator, PipelineClient
-from serving.errors import ECReferenceRequired, InvalidRequest, TriptychError
+from serving.engine_client import TASKS, TOKEN_IN_ROUTE, Generator, PipelineClient
+from serving.engine_input import MALFORMED
+from serving.errors import ECReferenceRequired, InvalidFeature, InvalidRequest, TriptychError
 from serving.gate import Gate, error_response
 from serving.generate_api import GenerateService, generate_router
 from serving.generate_prompts import PromptRenderer
@@ -70,6 +72,8 @@ class Front:
         app.include_router(generate_router(service))
         app.exception_handler(TriptychError)(_our_error)
         app.exception_handler(RequestValidationError)(_invalid_body)
+        for kind in MALFORMED:
+            app.exception_handler(kind)(_malformed)
         # vLLM's SageMaker routes have built the stack already, with the handlers that were known then.
         app.middleware_stack = app.build_middleware_stack()
         return cls(front.model.name, client, app, service, names)
@@ -87,6 +91,16 @@ async def _our_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, TriptychError)
     status, headers, body = error_response(request.url.path, error)
     return Response(body, status_code=status, headers={name.decode(): value.decode() for name, value in headers})
+
+
+async def _malformed(request: Request, error: Exception) -> Response:
+    """vLLM decodes a token-in client's tensors without a check of its own: what that raises is the client's error."""
+    if request.url.path.endswith(TOKEN_IN_ROUTE) and not isinstance(error, ValueError | TypeError):
+        return await _our_error(
+            request, InvalidFeature("a feature's data does not decode", param="features.kwargs_data")
+        )
+    answer: Response = await exception_handler(request, error)
+    return answer
 
 
 async def _invalid_body(request: Request, error: Exception) -> Response:

@@ -14,6 +14,7 @@ from tests.unit.serving.front_fakes import FakePipeline, healthy
 
 if TYPE_CHECKING:
     from serving.front import Front
+    from serving.gate import ASGIApp
     from serving.render import ModelFront
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -84,12 +85,17 @@ def front(shared_front: tuple[Front, FakePipeline]) -> Front:
 
 
 @pytest.fixture
-async def http(front: Front) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of the whole ASGI stack, in this process."""
+def app(front: Front, pipeline: FakePipeline) -> ASGIApp:
+    """The whole ASGI stack, over a pipeline as new."""
     from serving.dispatch import Dispatcher
     from serving.gate import DisconnectGuard
 
-    app = DisconnectGuard(Dispatcher({front.name: front.served}))
+    return DisconnectGuard(Dispatcher({front.name: front.served}))
+
+
+@pytest.fixture
+async def http(app: ASGIApp) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of the application, in this process."""
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://front") as client:
         yield client

@@ -1,10 +1,12 @@
 """vLLM's own routes over the pipeline: statuses, streams, headers, clients that leave."""
 
 import asyncio
+import base64
 import json
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from serving.errors import FeatureDataRequired, HandoffExpired, Overloaded
@@ -217,6 +219,38 @@ async def test_tokens_in_with_tensors_metadata_and_names(
     response = await http.post(path, json={**common, "features": named, "ec_transfer_params": {"x": {}}})
     assert response.status_code == 200
     assert isinstance(pipeline.requests[-1].features[0].payload, Metadata)
+
+
+def packed(value: Any) -> str:
+    return base64.b64encode(msgspec.msgpack.encode(value)).decode()
+
+
+@BOTH
+@pytest.mark.parametrize("path", ["/inference/v1/generate", "/generate"])
+@pytest.mark.parametrize(
+    "data",
+    [
+        "!",
+        "AAAA",
+        packed([1]),
+        packed({"x": 1}),
+        packed({"x": {"data": ["float32", [4], 7], "field": ["batched", {}]}}),
+        packed({"x": {"data": ["float32", [1], msgspec.msgpack.Ext(3, b"1234")], "field": ["no_such", {}]}}),
+    ],
+)
+async def test_tensors_that_do_not_decode_are_the_clients_error(
+    http: httpx.AsyncClient, pipeline: FakePipeline, path: str, data: str, stream: bool
+) -> None:
+    features = {
+        "mm_hashes": {"image": ["a"]},
+        "mm_placeholders": {"image": [{"offset": 0, "length": 1}]},
+        "kwargs_data": {"image": [data]},
+    }
+    sent = {"model": MODEL, "token_ids": [40, 41], "sampling_params": {}, "features": features, "stream": stream}
+    response = await http.post(path, json=sent)
+    assert response.status_code == 400
+    assert set(response.json()["error"]) >= {"hashes", "retryable"}
+    assert not pipeline.requests
 
 
 @BOTH
