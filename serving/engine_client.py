@@ -34,7 +34,7 @@ from serving.errors import (
 from serving.fanout import fan_out
 from serving.gate import current_exchange
 from serving.gated import gated
-from serving.naming import ItemNames
+from serving.naming import ItemNames, Renamed
 from serving.outputs import Answer
 from serving.protocol import DecodeChunk
 from serving.render import ModelFront
@@ -148,29 +148,16 @@ class PipelineClient(NoEngineControls):
             raise Unsupported("only rendered prompts are served", param="prompt")
         if request_id in self._active:
             raise DuplicateRequest(f"a request with the id {request_id!r} is running", param="request_id")
-        refs, extra_args = client_refs(sampling_params.extra_args)
-        params = sampling_params.clone()
-        params.extra_args = extra_args
-        params.max_tokens = self._validated_max_tokens(prompt, params, request_id)
-        renamed = await self._names.rename(
-            features_of(prompt, self._front.metadata_fields),
-            prompt.get("cache_salt"),
-            client_named=client_named,
-            referenced=refs,
-        )
-        template = PipelineRequest(
-            request_id=request_id,
-            token_ids=tuple(prompt["prompt_token_ids"]),
-            features=renamed.features,
-            sampling=b"",
-            refs=refs,
-            cache_salt=prompt.get("cache_salt"),
-            priority=priority,
-            reasoning_ended=reasoning_ended,
-            reasoning_parser_kwargs=reasoning_parser_kwargs,
-            timeout_s=self._timeout_s,
-        )
-        requests = _one_for_each_answer(template, params)
+        requests, renamed = await self._prepare(prompt, sampling_params, request_id, client_named=client_named)
+        requests = [
+            msgspec.structs.replace(
+                request,
+                priority=priority,
+                reasoning_ended=reasoning_ended,
+                reasoning_parser_kwargs=reasoning_parser_kwargs,
+            )
+            for request in requests
+        ]
         answer = Answer(request_id, prompt["prompt_token_ids"], sampling_params.output_kind, len(requests))
         stop = self._active[request_id] = asyncio.Event()
         try:
@@ -187,6 +174,28 @@ class PipelineClient(NoEngineControls):
             raise EngineFault("the pipeline failed the request") from error
         finally:
             del self._active[request_id]
+
+    async def _prepare(
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str, *, client_named: bool
+    ) -> tuple[list[PipelineRequest], Renamed]:
+        """The pipeline's requests for a rendered prompt, one for each answer; and the way back to the client's names."""
+        refs, extra_args = client_refs(sampling_params.extra_args)
+        params = sampling_params.clone()
+        params.extra_args = extra_args
+        params.max_tokens = self._validated_max_tokens(prompt, params, request_id)
+        cache_salt = prompt.get("cache_salt")
+        features = features_of(prompt, self._front.metadata_fields)
+        renamed = await self._names.rename(features, cache_salt, client_named=client_named, referenced=refs)
+        template = PipelineRequest(
+            request_id=request_id,
+            token_ids=tuple(prompt["prompt_token_ids"]),
+            features=renamed.features,
+            sampling=b"",
+            refs=refs,
+            cache_salt=cache_salt,
+            timeout_s=self._timeout_s,
+        )
+        return _one_for_each_answer(template, params), renamed
 
     async def _stream(
         self, requests: list[PipelineRequest], answer: Answer, stop: asyncio.Event
