@@ -178,7 +178,7 @@ class PipelineClient(NoEngineControls):
     async def _prepare(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, *, client_named: bool
     ) -> tuple[list[PipelineRequest], Renamed]:
-        """The pipeline's requests for a rendered prompt, one for each answer; and the way back to the client's names."""
+        """The pipeline's requests for a rendered prompt, one for each answer, and the way to the client's names."""
         refs, extra_args = client_refs(sampling_params.extra_args)
         params = sampling_params.clone()
         params.extra_args = extra_args
