@@ -23,7 +23,6 @@ import msgspec
 from ec_connector.config import ECConfig
 from ec_connector.core import Core, Identity, control_address
 from ec_connector.protocol import (
-    Done,
     PeerMessage,
     PeerReply,
     Refused,
@@ -160,9 +159,6 @@ class Agent:
                     self._core.fetches.on_lost(time.monotonic(), event.address)
                 case Received():
                     self._receive(event)
-        if self._core.producer.open_leases:
-            for note in self._nixl.notes():
-                self._core.producer.reader_done(msgspec.msgpack.decode(note, type=Done))
         to_scheduler, to_peers = self._core.poll(time.monotonic())
         for message in to_scheduler:
             assert self._scheduler is not None

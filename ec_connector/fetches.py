@@ -23,7 +23,6 @@ from ec_connector.protocol import (
     Refused,
     Release,
     Welcome,
-    encode,
 )
 from ec_connector.transport.reads import PeerUnusable, Read, ReadState, Region
 from serving.protocol import EncodingRef
@@ -219,8 +218,7 @@ class Fetches:
         if source_offset < 0 or source_offset + size > region.size_bytes:
             self._give_up(now, fetch, Reason.MISMATCH)
             return
-        note = encode(self._done(fetch)) if fetch.lease else b""
-        fetch.read = self._reader.read(peer.name, region, source_offset, fetch.extent.offset, size, note)
+        fetch.read = self._reader.read(peer.name, region, source_offset, fetch.extent.offset, size)
         self._check(now, fetch)
 
     def _check(self, now: float, fetch: Fetch) -> None:
@@ -248,7 +246,7 @@ class Fetches:
         del self._active[fetch.ref.identifier]
         self._ended.append((fetch, None))
         if fetch.lease:
-            self._network.send(fetch.ref.peer, self._done(fetch))
+            self._network.send(fetch.ref.peer, Done(fetch.lease, self._limits.reader, self._limits.readers))
 
     def _give_up(self, now: float, fetch: Fetch, reason: Reason) -> None:
         del self._active[fetch.ref.identifier]
@@ -282,9 +280,6 @@ class Fetches:
         self._network.disconnect(address)
         if peer is not None and peer.name:
             self._reader.drop_peer(peer.name)
-
-    def _done(self, fetch: Fetch) -> Done:
-        return Done(fetch.lease, self._limits.reader, self._limits.readers)
 
     def _is_active(self, fetch: Fetch) -> bool:
         return self._active.get(fetch.ref.identifier) is fetch

@@ -6,8 +6,7 @@ Frozen msgspec structs in msgpack, one tagged union per direction. Between agent
     producer -> consumer   Welcome, Refused, Grant, Nack
 
 A consumer that holds an announced place needs only Hello (once per peer) and Done. `Get` asks for a place
-that had not been ready at announcement. `Done` also travels as the notification of the read itself; either
-one lets the producer unpin.
+that had not been ready at announcement. What is never reported as done expires.
 """
 
 from __future__ import annotations

@@ -63,15 +63,16 @@ class NixlAgent:
         except _PEER_ERRORS:
             return  # already unknown, which is what was wanted
 
-    def read(self, peer: str, source: Region, source_offset: int, offset: int, size_bytes: int, note: bytes) -> Read:
-        """Start copying from a peer's region to `offset` of ours; `note` reaches the peer with the last byte.
+    def read(self, peer: str, source: Region, source_offset: int, offset: int, size_bytes: int) -> Read:
+        """Start copying from a peer's region to `offset` of ours.
 
-        On one machine the copy happens inside this call, without the peer's help.
+        On one machine the copy happens inside this call, without the peer's help. No notification is attached:
+        its delivery would need the peer's help, and a peer that stalls would hold up a copy that is complete.
         """
         local = self._agent.get_xfer_descs([self._region.descriptor(offset, size_bytes)], self._region.segment)
         remote = self._agent.get_xfer_descs([source.descriptor(source_offset, size_bytes)], source.segment)
         try:
-            handle = self._agent.initialize_xfer("READ", local, remote, peer, note)
+            handle = self._agent.initialize_xfer("READ", local, remote, peer)
         except _PEER_ERRORS:
             return Read(None, ReadState.LOST)
         read = Read(handle, ReadState.MOVING)
@@ -89,10 +90,6 @@ class NixlAgent:
             except _PEER_ERRORS:
                 self._finish(read, ReadState.LOST)
         return read.state
-
-    def notes(self) -> list[bytes]:
-        """Notes of completed READs by peers, since the last call."""
-        return [note for notes in self._agent.get_new_notifs().values() for note in notes]
 
     def _settle(self, read: Read, state: str) -> None:
         if state == "DONE":

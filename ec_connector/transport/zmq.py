@@ -129,6 +129,7 @@ class Hub:
         self._poller.unregister(monitor)
         self._poller.unregister(socket)
         socket.disable_monitor()
+        monitor.close()
         socket.close()
 
     def send(self, address: str, payload: bytes) -> None:

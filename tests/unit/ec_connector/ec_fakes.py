@@ -24,7 +24,6 @@ class FakeReader:
     def __init__(self) -> None:
         self.state = ReadState.DONE
         self.reads: list[Read] = []
-        self.notes: list[bytes] = []
         self.peers: list[str] = []
         self.dropped: list[str] = []
 
@@ -37,9 +36,8 @@ class FakeReader:
     def drop_peer(self, name: str) -> None:
         self.dropped.append(name)
 
-    def read(self, peer: str, source: Region, source_offset: int, offset: int, size_bytes: int, note: bytes) -> Read:
+    def read(self, peer: str, source: Region, source_offset: int, offset: int, size_bytes: int) -> Read:
         self.reads.append(Read((peer, source_offset, offset, size_bytes), self.state))
-        self.notes.append(note)
         return self.reads[-1]
 
     def poll(self, read: Read) -> ReadState:
