@@ -9,8 +9,8 @@ CONFIG ?= configs/pipeline.yaml
 TORCH_INDEX ?=
 BIN := .venv/bin
 STAMP := .venv/.installed
-# Errors only. Byte code is compiled on first import: most of 4 GB is never imported.
-PIP_FLAGS := --quiet --quiet --no-compile --no-input
+# Errors only: pip names every place it looks at otherwise.
+PIP_FLAGS := --quiet --quiet --no-input
 PYTEST := $(BIN)/python -m pytest
 
 # Ray starts workers at nice 15, where engines lose against anything else that runs on the machine.
