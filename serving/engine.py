@@ -8,10 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import random
-import socket
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import ExitStack, aclosing
+from contextlib import aclosing
 from enum import StrEnum
 from typing import Any
 
@@ -37,6 +35,7 @@ from serving.errors import (
     StageUnavailable,
     TriptychError,
 )
+from serving.ports import ReservedPorts
 from serving.protocol import EncodingRef, Logprobs, TokenLogprob
 
 logger = logging.getLogger(__name__)
@@ -96,7 +95,8 @@ class Engine:
 
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
-        control_port, side_channel_port = _free_ports(settings, 2)
+        self._ports = ReservedPorts(settings.host, 2, settings.cluster.side_channel_port_range)
+        control_port, side_channel_port = self._ports.numbers
         os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = settings.host
         os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(side_channel_port)
         self._llm = AsyncLLM.from_engine_args(_engine_args(settings, control_port))
@@ -202,6 +202,7 @@ class Engine:
 
     def close(self) -> None:
         self._llm.shutdown()
+        self._ports.close()
 
     async def _rpc(self, method: str, *args: Any) -> Any:
         try:
@@ -317,32 +318,3 @@ def _ec_config(settings: EngineSettings, control_port: int) -> ECTransferConfig:
             "peer_networks": list(cluster.peer_networks),
         },
     )
-
-
-def _free_ports(settings: EngineSettings, count: int) -> list[int]:
-    """Ports of this replica's own that nobody listens on now.
-
-    They come from the configured range or from the system's ephemeral one. The range is tried in random order:
-    replicas that start together on one node probe before any of them binds.
-
-    Raises:
-        StageUnavailable: Fewer than `count` ports of the range are free.
-    """
-    allowed = settings.cluster.side_channel_port_range
-    candidates = (
-        [0] * count
-        if allowed is None
-        else random.sample(range(allowed[0], allowed[1] + 1), k=allowed[1] + 1 - allowed[0])
-    )
-    ports: list[int] = []
-    with ExitStack() as probes:
-        for port in candidates:
-            probe = probes.enter_context(socket.socket())
-            try:
-                probe.bind((settings.host, port))
-            except OSError:
-                continue
-            ports.append(probe.getsockname()[1])
-            if len(ports) == count:
-                return ports
-    raise StageUnavailable(f"side_channel_port_range {allowed} has fewer than {count} free ports")

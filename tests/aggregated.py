@@ -25,6 +25,7 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
 
 
@@ -40,7 +41,7 @@ def answers(model: str, cases: Mapping[str, Sequence[Mapping[str, Any]]]) -> dic
     )
     if done.returncode:
         raise RuntimeError(f"the aggregated engine failed:\n{done.stderr[-4000:]}")
-    result: dict[str, list[dict[str, Any]]] = json.loads(done.stdout.rsplit("ANSWERS", 1)[1])
+    result: dict[str, list[dict[str, Any]]] = json.loads(done.stdout.rsplit("ANSWERS", 1)[1].splitlines()[0])
     return result
 
 
@@ -54,6 +55,7 @@ def main() -> None:
         resolve(sys.argv[1]),
         max_model_len=1024,
         enforce_eager=True,
+        distributed_executor_backend="uni",
         enable_prefix_caching=True,
         gpu_memory_utilization=0.05,
         kv_cache_memory_bytes=64 << 20,
