@@ -9,6 +9,7 @@ import asyncio
 import os
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -149,7 +150,8 @@ def _make_pipeline(
 ) -> ServedPipeline:
     model = next(model for model in config.models if model.served_name == front.model.name)
     stages = handles[model.served_name]
-    requirement = _requirement(model, traits_of(front.vllm_config.model_config)).stricter(model.admission.stricter)
+    traits = traits_of(front.vllm_config.model_config)
+    requirement = replace(_requirement(model, traits), refuse_unchecked=True).stricter(model.admission.stricter)
     signer = _make_signer(config, secret)
 
     def admit(request: PipelineRequest, held: Mapping[str, ResolvedItem] | None) -> Admission:
@@ -161,6 +163,7 @@ def _make_pipeline(
             cache_salt=request.cache_salt,
             verify=lambda ref: signer.verify(ref, cache_salt=request.cache_salt),
             held=held,
+            rendered=request.rendered,
         )
 
     pipeline = Pipeline(
@@ -207,7 +210,7 @@ def _make_item_check(model: ModelConfig, engine: Engine) -> CheckItem:
 
 
 def _make_request_check(model: ModelConfig, make_signer: Callable[[], ReferenceSigner], engine: Engine) -> CheckRequest:
-    requirement = _requirement(model, traits_of(engine.llm.model_config))
+    requirement = replace(_requirement(model, traits_of(engine.llm.model_config)), refuse_unchecked=True)
     signer = make_signer()
 
     def check_request(request: PrefillRequest, held: Mapping[str, ResolvedItem]) -> Admission:

@@ -194,6 +194,7 @@ class PipelineClient(NoEngineControls):
             refs=refs,
             cache_salt=cache_salt,
             timeout_s=self._timeout_s,
+            rendered=not client_named,
         )
         return _one_for_each_answer(template, params), renamed
 

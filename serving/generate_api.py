@@ -95,7 +95,13 @@ class GenerateService:
             priority=request.priority,
             client_named=request.token_ids is not None,
         )
-        progress = _Progress(self._model, request_id, prompt["prompt_token_ids"], arrived_at, rendered_at)
+        progress = _Progress(
+            {"id": request_id, "model": self._model},
+            len(prompt["prompt_token_ids"]),
+            arrived_at,
+            rendered_at,
+            tells_refs=request.return_references,
+        )
         async with aclosing(outputs) as stream:
             async for output in stream:
                 if isinstance(output, Report):
@@ -125,10 +131,11 @@ class _Progress:
     """What the events of one answer need to know of each other."""
 
     def __init__(
-        self, model: str, request_id: str, prompt_token_ids: Sequence[int], arrived_at: float, rendered_at: float
+        self, names: dict[str, str], prompt_tokens: int, arrived_at: float, rendered_at: float, *, tells_refs: bool
     ) -> None:
-        self._names = {"id": request_id, "model": model}
-        self._prompt_tokens = len(prompt_token_ids)
+        self._names = names
+        self._prompt_tokens = prompt_tokens
+        self._tells_refs = tells_refs
         self._arrived_at = arrived_at
         self._rendered_at = rendered_at
         self._first_at = rendered_at
@@ -169,6 +176,9 @@ class _Progress:
                 Item(identifier=item.identifier, modality=item.modality, provenance=item.provenance)
                 for item in report.items
             ],
+            ec_transfer_params={name: {"ref": msgspec.to_builtins(ref)} for name, ref in report.refs.items()}
+            if self._tells_refs
+            else None,
         )
 
     def _share(self, output: RequestOutput) -> dict[str, Any]:

@@ -56,6 +56,11 @@ class GenerateRequest(BaseModel):
         description="vLLM's sampling parameters by their own names. `max_tokens` defaults to what fits the context.",
     )
     stream: bool = Field(False, description="Answer with server-sent events.")
+    return_references: bool = Field(
+        False,
+        description="Tell references to prefill's copies of the items' encodings. They expire within seconds, and name "
+        "addresses inside the cluster.",
+    )
     cache_salt: str | None = Field(
         None, min_length=1, max_length=1024, description="Keeps this tenant's caches apart from all others."
     )
@@ -152,6 +157,11 @@ class GenerateResponse(BaseModel):
     usage: Usage
     stages: Stages
     items: list[Item]
+    ec_transfer_params: dict[str, Any] | None = Field(
+        None,
+        description="With `return_references`: a reference by identifier, in the form in which a later request with "
+        "`token_ids` may bring it.",
+    )
 
 
 class GenerateDelta(BaseModel):

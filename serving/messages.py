@@ -82,6 +82,7 @@ def report_of(
         prefill_s=result.prefill_s,
         num_cached_tokens=result.num_cached_tokens,
         prompt_logprobs=result.prompt_logprobs,
+        refs=result.refs,
     )
 
 

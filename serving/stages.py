@@ -28,7 +28,8 @@ from serving.protocol import (
 class PipelineRequest(msgspec.Struct, frozen=True):
     """A rendered request. `refs` are those a client sent; admission decides what they are worth.
 
-    `timeout_s` of None means that the request has no deadline of its own.
+    `rendered` says that our own renderer made the features, so that their rows and masks are vLLM's own. `timeout_s` of
+    None means that the request has no deadline of its own.
     """
 
     request_id: str
@@ -41,6 +42,7 @@ class PipelineRequest(msgspec.Struct, frozen=True):
     reasoning_ended: bool | None = None
     reasoning_parser_kwargs: dict[str, Any] | None = None
     timeout_s: float | None = None
+    rendered: bool = False
 
 
 class ReportedItem(msgspec.Struct, frozen=True):
@@ -50,7 +52,10 @@ class ReportedItem(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What happened before the first token. Yielded once, ahead of the chunks."""
+    """What happened before the first token. Yielded once, ahead of the chunks.
+
+    `refs` name prefill's own copies of the items' encodings, for a client that asks to be told.
+    """
 
     items: tuple[ReportedItem, ...]
     encode_s: float
@@ -58,6 +63,7 @@ class Report(msgspec.Struct, frozen=True):
     prefill_s: float
     num_cached_tokens: int
     prompt_logprobs: Logprobs | None
+    refs: Mapping[str, EncodingRef] = {}
 
 
 class Encoder(Protocol):
