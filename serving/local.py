@@ -105,7 +105,7 @@ class LocalPipeline:
         """Ids of the processes of this pipeline that still run. Linux only; empty elsewhere."""
         return marked(self._mark)
 
-    def log_tail(self, program: str = "serve", lines: int = 25) -> str:
+    def log_tail(self, program: str = "serve", lines: int = 40) -> str:
         """The last lines that `serve run` or `ray start` printed, without Ray's dumps of its own state."""
         log = self._directory / f"{program}.log"
         if not log.is_file():
@@ -140,7 +140,7 @@ class LocalPipeline:
             httpx.Client(base_url=self.dashboard_url, headers=authorization, timeout=_ASK_S) as to_ray,
             httpx.Client(base_url=self.url, timeout=_ASK_S) as to_app,
         ):
-            self._await(began, lambda: _answers(to_ray, "/api/version"), lambda: {"ray": "STARTING"})
+            self._await(began, lambda: _has_node(to_ray), lambda: {"ray": "STARTING"})
             self._launch("serve", ["run", "--address", f"127.0.0.1:{gcs}", str(file)], signal.SIGINT, _STOP_SERVE_S)
             self._await(began, lambda: _answers(to_app, "/health"), lambda: self._states(to_ray))
 
@@ -246,6 +246,15 @@ def _answers(client: httpx.Client, url: str) -> bool:
         return client.get(url).status_code == httpx.codes.OK
     except httpx.TransportError:
         return False
+
+
+def _has_node(to_ray: httpx.Client) -> bool:
+    """Whether Ray's one node has joined, which it does some time after the dashboard answers."""
+    try:
+        total: int = to_ray.get("/api/v0/nodes").json()["data"]["result"]["total"]
+    except (httpx.TransportError, ValueError, LookupError):
+        return False
+    return total > 0
 
 
 def _word(deployment: Mapping[str, Any]) -> str:

@@ -15,7 +15,8 @@ from serving.reaper import marked
 
 Programs = Callable[..., Path]
 
-NOTHING_YET: dict[str, object] = {"applications": {}}
+A_NODE: dict[str, object] = {"data": {"result": {"total": 1}}}
+NOTHING_YET: dict[str, object] = A_NODE | {"applications": {}}
 
 SERVER = """
 import json, sys
@@ -102,7 +103,9 @@ def test_a_program_that_ends_is_named_with_its_last_words(programs: Programs, co
 
 
 def test_a_deployment_that_failed_ends_the_wait(programs: Programs, config: Path) -> None:
-    answer = {"applications": {"t": {"status": "DEPLOY_FAILED", "message": "no such model", "deployments": {}}}}
+    answer = A_NODE | {
+        "applications": {"t": {"status": "DEPLOY_FAILED", "message": "no such model", "deployments": {}}}
+    }
     silent = "import time; time.sleep(600)"
     pipeline = LocalPipeline(config, programs=programs(serve=silent, answer=answer))
     with pytest.raises(PipelineFailed, match="no such model"), pipeline:
@@ -113,7 +116,7 @@ def test_a_deployment_that_failed_ends_the_wait(programs: Programs, config: Path
 def test_the_wait_has_an_end_and_shows_what_it_waits_for(programs: Programs, config: Path) -> None:
     replicas = [{"state": "RUNNING"}, {"state": "STARTING"}]
     deployments = {"decode": {"replicas": replicas}, "prefill": {"replicas": []}}
-    answer = {"applications": {"t": {"status": "DEPLOYING", "message": "", "deployments": deployments}}}
+    answer = A_NODE | {"applications": {"t": {"status": "DEPLOYING", "message": "", "deployments": deployments}}}
     seen: list[State] = []
     pipeline = LocalPipeline(
         config,
