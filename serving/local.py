@@ -148,6 +148,7 @@ class LocalPipeline:
         environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"} | {
             MARK: self._mark,
             "RAY_worker_niceness": "0",  # Ray's default of 15 starves engines on a busy machine
+            "RAY_raylet_start_wait_time_s": "300",  # Ray gives its own start up after 60 s, which a busy machine needs
             "RAY_USAGE_STATS_ENABLED": "0",
             # A token of its own: Ray otherwise takes one that some other Ray may have left in the home directory.
             "RAY_AUTH_MODE": "token",
