@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ray.serve._private.common import RequestMetadata
 from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
 from ray.serve.request_router import PendingRequest, RunningReplica
 
@@ -34,6 +35,22 @@ class BoundedAffinityRouter(ConsistentHashRouter):  # type: ignore[misc]
         allowed = bound(sum(lengths.values()), len(lengths))
         fits = [rank for rank in ranked if all(lengths.get(replica.replica_id, 0) < allowed for replica in rank)]
         return fits + [rank for rank in ranked if rank not in fits]
+
+    def _fulfill_next_pending_request(
+        self, replica: RunningReplica, request_metadata: RequestMetadata | None = None
+    ) -> None:
+        """Give `replica` to the very call that it was chosen for.
+
+        Ray finds that call by its internal request id, which all calls made on behalf of one HTTP request share: of
+        two encode calls sent at once, one would be answered twice and the other wait for ever. Each call has a
+        metadata object of its own.
+        """
+        for pending in self._pending_requests_to_fulfill:
+            if pending.metadata is request_metadata and not pending.future.done():
+                self._record_queue_wait_time(pending)
+                pending.future.set_result(replica)
+                self._remove_pending_request_from_indices(pending)
+                return
 
 
 def bound(total: int, replicas: int) -> float:
