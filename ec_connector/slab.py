@@ -56,11 +56,15 @@ class Slab:
 
 
 def _host_memory(size_bytes: int) -> torch.Tensor:
-    """Anonymous memory, in huge pages where there are any: touching small ones first costs more than the copy."""
+    """Anonymous memory, in huge pages where there are any, and touched.
+
+    The first touch of a page costs more than the copy into it (in a virtual machine tens of times more), and it
+    would fall into a request. A network card's registration would pin all of it anyway.
+    """
     memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    return torch.frombuffer(memory, dtype=torch.uint8).zero_()
 
 
 def _device_memory(size_bytes: int, device: torch.device) -> torch.Tensor:
