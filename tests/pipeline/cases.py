@@ -39,7 +39,8 @@ class Prompt:
 
 
 _NEW: Final = "encoded"
-_DESCRIBE: Final = "Describe the image."
+_DESCRIBE: Final = "the quick brown fox jumps over the lazy dog Describe the image."
+"""Long enough that every model's prompt fills a KV block of 32 tokens: else nothing of it is ever cached."""
 _BOTH: Final = "Describe each picture."
 
 CASES: Final[Mapping[str, tuple[Prompt, ...]]] = {
@@ -51,12 +52,12 @@ CASES: Final[Mapping[str, tuple[Prompt, ...]]] = {
     "ends_in_image": (Prompt((_DESCRIBE, 7), (_NEW,), cut=True),),
     "again": (Prompt((1, _DESCRIBE), ("prefix_cache",)),),
     "same_text_other_image": (Prompt((8, _DESCRIBE), (_NEW,)),),
-    "same_image_other_text": (Prompt((1, "What is in this picture?"), ("prefix_cache",)),),
+    "same_image_other_text": (Prompt((1, "What is in this picture?"), ("prefill_slab",)),),
     "image_later_in_the_prompt": (Prompt(("Look at this.", 1, _DESCRIBE), ("prefill_slab",)),),
     "four_at_once": tuple(Prompt((9 + index, _DESCRIBE), (_NEW,)) for index in range(4)),
 }
 """In this order, on caches that start cold. Expected is what the whole design promises: a new picture is encoded by
-the encoder, one whose tokens the prefix cache covers needs nothing, one at another place comes from prefill's slab."""
+the encoder, one in a cached KV block needs nothing, one whose block differs comes from prefill's slab."""
 
 
 def picture(number: int) -> str:
