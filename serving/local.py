@@ -32,6 +32,7 @@ _POLL_S = 0.5
 _ASK_S = 10.0  # a fresh engine's health check may take its time
 _STOP_SERVE_S = 45.0
 _STOP_RAY_S = 45.0
+_RAY_STARTS = 3
 _OBJECT_STORE_BYTES = 256 << 20
 
 State = Mapping[str, str]
@@ -50,6 +51,10 @@ class _Child:
 
 class PipelineFailed(Exception):
     """The pipeline did not come up, or stopped by itself. The message ends with the last lines of the log."""
+
+
+class ChildEnded(PipelineFailed):
+    """A child process ended by itself."""
 
 
 class LocalPipeline:
@@ -129,26 +134,50 @@ class LocalPipeline:
             self._reaper = None
 
     def _start(self) -> None:
-        http, gcs, dashboard, *others = free_ports(8)
+        (http,) = free_ports(1)
         file = self._directory / "serve.yaml"
         file.write_text(yaml.safe_dump(_on_port(read_yaml(self._config), http)))
-        self.url, self.dashboard_url = f"http://127.0.0.1:{http}", f"http://127.0.0.1:{dashboard}"
+        self.url = f"http://127.0.0.1:{http}"
         began = time.monotonic()
-        self._launch("ray", _ray_arguments(gcs, dashboard, others, self._directory), signal.SIGTERM, _STOP_RAY_S)
-        authorization = {"Authorization": f"Bearer {self._token}"}
-        with (
-            httpx.Client(base_url=self.dashboard_url, headers=authorization, timeout=_ASK_S) as to_ray,
-            httpx.Client(base_url=self.url, timeout=_ASK_S) as to_app,
-        ):
-            self._await(began, lambda: _has_node(to_ray), lambda: {"ray": "STARTING"})
-            self._launch("serve", ["run", "--address", f"127.0.0.1:{gcs}", str(file)], signal.SIGINT, _STOP_SERVE_S)
+        gcs = self._start_ray(began)
+        self._launch("serve", ["run", "--address", f"127.0.0.1:{gcs}", str(file)], signal.SIGINT, _STOP_SERVE_S)
+        with self._to_ray() as to_ray, httpx.Client(base_url=self.url, timeout=_ASK_S) as to_app:
             self._await(began, lambda: _answers(to_app, "/health"), lambda: self._states(to_ray))
+
+    def _start_ray(self, began: float) -> int:
+        """Start Ray and return its port.
+
+        Ray allows its node's agent a fixed 15 s to start, too little on a machine that is busy or reads its programs
+        from disk for the first time. The next try finds them in memory.
+
+        Raises:
+            ChildEnded: It did not start, several times over.
+        """
+        for _ in range(_RAY_STARTS - 1):
+            try:
+                return self._try_ray(began)
+            except ChildEnded:
+                self._children.pop()
+        return self._try_ray(began)
+
+    def _try_ray(self, began: float) -> int:
+        gcs, dashboard, *others = free_ports(7)
+        self.dashboard_url = f"http://127.0.0.1:{dashboard}"
+        directory = Path(tempfile.mkdtemp(prefix="ray-", dir=self._directory))
+        self._launch("ray", _ray_arguments(gcs, dashboard, others, directory), signal.SIGTERM, _STOP_RAY_S)
+        with self._to_ray() as to_ray:
+            self._await(began, lambda: _has_node(to_ray), lambda: {"ray": "STARTING"})
+        return gcs
+
+    def _to_ray(self) -> httpx.Client:
+        authorization = {"Authorization": f"Bearer {self._token}"}
+        return httpx.Client(base_url=self.dashboard_url, headers=authorization, timeout=_ASK_S)
 
     def _launch(self, program: str, arguments: Sequence[str], stop_signal: signal.Signals, patience_s: float) -> None:
         environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"} | {
             MARK: self._mark,
             "RAY_worker_niceness": "0",  # Ray's default of 15 starves engines on a busy machine
-            "RAY_raylet_start_wait_time_s": "300",  # Ray gives its own start up after 60 s, which a busy machine needs
+            "RAY_raylet_start_wait_time_s": "40",  # how soon `ray start` notices that its node did not come up
             "RAY_USAGE_STATS_ENABLED": "0",
             # A token of its own: Ray otherwise takes one that some other Ray may have left in the home directory.
             "RAY_AUTH_MODE": "token",
@@ -171,7 +200,8 @@ class LocalPipeline:
         """Return when `ready` is true.
 
         Raises:
-            PipelineFailed: A child ended, an application failed to deploy, or the time is over.
+            ChildEnded: The newest child did, before it was ready.
+            PipelineFailed: The application failed to deploy, or the time is over.
         """
         while not ready():
             elapsed_s = time.monotonic() - began
@@ -183,7 +213,7 @@ class LocalPipeline:
                 newest.process.wait(_POLL_S)
             except subprocess.TimeoutExpired:
                 continue
-            raise PipelineFailed(
+            raise ChildEnded(
                 f"{newest.name} ended with status {newest.process.returncode}\n{self.log_tail(newest.name)}"
             )
 

@@ -132,6 +132,16 @@ def test_the_wait_has_an_end_and_shows_what_it_waits_for(programs: Programs, con
     assert {"decode": "STARTING 1/2", "prefill": "PENDING"} in seen
 
 
+def test_ray_may_fail_to_start_once_or_twice(programs: Programs, config: Path, tmp_path: Path) -> None:
+    counter = tmp_path / "tries"
+    flaky = (
+        f"tries = open({str(counter)!r}, 'a+'); tries.write('x'); tries.seek(0)\nif len(tries.read()) < 3: exit(1)\n"
+    )
+    with LocalPipeline(config, programs=programs(ray=flaky + RAY)) as pipeline:
+        assert len(pipeline.survivors()) == 3
+    assert counter.read_text() == "xxx"
+
+
 def test_free_ports_differ_and_can_be_bound() -> None:
     ports = free_ports(8)
     assert len(set(ports)) == 8
