@@ -20,6 +20,7 @@ from serving.protocol import (
     ItemProvenance,
     ItemReport,
     KVHandoff,
+    Metadata,
     PrefillRequest,
     PrefillResult,
     ResolvedItem,
@@ -70,19 +71,23 @@ class PrefillServer:
         """What this replica holds of each item: metadata or tensors, and a reference to its own slab copy.
 
         Returns:
-            The bytes of a `ResolveResult`, items in the order asked for.
+            The bytes of a `ResolveResult`, items in the order in which they were first asked for.
         """
         request = decode(ResolveRequest, data)
-        refs = await self._engine.announce(request.identifiers)
+        payloads = {name: self._cache.get(name) for name in request.identifiers}
+        refs = await self._engine.announce([name for name, payload in payloads.items() if self._can_sign(payload)])
         items = []
-        for name in request.identifiers:
-            payload = self._cache.get(name)
+        for name, payload in payloads.items():
             metadata = None if payload is None else payload.metadata if isinstance(payload, Tensors) else payload.fields
             ref = refs.get(name)
             if ref is not None:
                 ref = self._signer.sign(ref, metadata=metadata or {}, cache_salt=request.cache_salt)
             items.append(ResolvedItem(name, metadata, isinstance(payload, Tensors), ref))
         return encode(ResolveResult(tuple(items)))
+
+    def _can_sign(self, payload: Tensors | Metadata | None) -> bool:
+        """Whether the metadata that a reference vouches for is known. The slab itself does not hold it."""
+        return payload is not None or not self._engine.llm.model_config.uses_mrope
 
     async def prefill(self, data: bytes | PrefillRequest) -> bytes:
         """Run one prompt and keep its KV blocks for one reader.
