@@ -16,8 +16,8 @@ PATCH_DIM = 48
 ROWS = 12
 GRID = {"image_grid_thw": [1, 6, 8]}
 WIDTH = 16
-SIGNER = ReferenceSigner(b"a secret of 24 bytes....", lifetime_s=30.0, peer_networks=["127.0.0.0/8"])
-STRANGER = ReferenceSigner(b"another secret, unshared", lifetime_s=30.0, peer_networks=["127.0.0.0/8"])
+SIGNER = ReferenceSigner(b"a secret of 24 bytes....", lifetime_s=86_400.0, peer_networks=["127.0.0.0/8"])
+STRANGER = ReferenceSigner(b"another secret, unshared", lifetime_s=86_400.0, peer_networks=["127.0.0.0/8"])
 
 QWEN2 = QwenVL("qwen2_vl", 2, PATCH_DIM, IMAGE_TOKEN, VIDEO_TOKEN)
 QWEN25 = QwenVL(
