@@ -85,6 +85,7 @@ class Agent:
         compatibility: str,
         dtype: str,
     ) -> None:
+        self._slab = slab
         self._hub = Hub(config.secret)
         port = config.control_port + rank if config.control_port else 0
         bound = self._hub.serve(_PEERS, control_address(config.control_host, port))
@@ -143,6 +144,7 @@ class Agent:
 
     def _run(self) -> None:
         try:
+            self._slab.adopt_thread()
             while not self._stopping:
                 self._turn()
             self._hub.close()

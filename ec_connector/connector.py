@@ -101,8 +101,8 @@ class TriptychECConnector(ECConnectorBase):  # type: ignore[misc]
 
 def _build_scheduler(vllm_config: VllmConfig, config: ECConfig) -> ECScheduler:
     ec = vllm_config.ec_transfer_config
+    budget = MultiModalBudget(vllm_config, MULTIMODAL_REGISTRY, enable_cache=False)
     if ec.is_ec_consumer:
-        budget = MultiModalBudget(vllm_config, MULTIMODAL_REGISTRY, enable_cache=False)
         check_slab_size(config, cache_rows=budget.encoder_cache_size, row_bytes=_widest_row_bytes(vllm_config))
     # A pure producer keeps one copy, at rank 0; where items are also loaded, every rank keeps its own.
     ranks = vllm_config.parallel_config.tensor_parallel_size if ec.is_ec_consumer else 1
@@ -110,9 +110,12 @@ def _build_scheduler(vllm_config: VllmConfig, config: ECConfig) -> ECScheduler:
     gate = Gate(links, loads=ec.is_ec_consumer)
     gate.await_agents()
     model = vllm_config.model_config
+    resolver = PlaceholderMetadataResolver(model)
+    for modality in budget.mm_limits:
+        resolver.fields_for(modality)  # builds vLLM's processor: seconds that no request shall wait for
     return ECScheduler(
         gate,
-        PlaceholderMetadataResolver(model),
+        resolver,
         Outputs(dict(ec.mm_encoder_output_widths), _dtype_name(vllm_config), model.dtype.itemsize),
         is_producer=ec.is_ec_producer,
         is_consumer=ec.is_ec_consumer,

@@ -234,6 +234,7 @@ class Core:
             "loads": self.loads,
             "hits": self.consumer.hits,
             "reads": self.fetches.reads,
+            "reads_in_place": self.fetches.reads_in_place,
             "read_bytes": self.fetches.read_bytes,
             "read_seconds": self.fetches.read_seconds,
             "open_pins": self.consumer.open_pins,

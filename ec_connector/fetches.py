@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from ec_connector.lanes import Lane
 from ec_connector.pool import Extent, Pool
 from ec_connector.ports import Memory, Network, Reader
 from ec_connector.protocol import (
@@ -49,6 +50,7 @@ class _Peer(msgspec.Struct, eq=False):
     """A producer we talk to. `name` and `welcome` are set once it has answered."""
 
     waiting: list[Fetch]
+    lane: Lane
     name: str = ""
     welcome: Welcome | None = None
 
@@ -101,6 +103,7 @@ class Fetches:
         self._unsettled: list[_Unsettled] = []
         self._tokens = 0
         self.reads = 0
+        self.reads_in_place = 0
         self.read_bytes = 0
         self.read_seconds = 0.0
         self.nacks = 0
@@ -111,7 +114,7 @@ class Fetches:
         self._active[ref.identifier] = fetch
         peer = self._peers.get(ref.peer)
         if peer is None:
-            self._peers[ref.peer] = _Peer([fetch])
+            self._peers[ref.peer] = _Peer([fetch], Lane(ref.peer))
             self._network.connect(ref.peer)
             self._network.send(ref.peer, self._hello)
         elif peer.welcome is None:
@@ -219,6 +222,9 @@ class Fetches:
             self._give_up(now, fetch, Reason.MISMATCH)
             return
         fetch.read = self._reader.read(peer.name, region, source_offset, fetch.extent.offset, size)
+        in_place = fetch.read.state is ReadState.DONE
+        self.reads_in_place += in_place
+        peer.lane.count(in_place=in_place)
         self._check(now, fetch)
 
     def _check(self, now: float, fetch: Fetch) -> None:

@@ -232,6 +232,24 @@ def encode(message: msgspec.Struct) -> bytes:
     return msgspec.msgpack.encode(message)
 
 
+class _Entry(msgspec.Struct):
+    """One item's entry of `ec_transfer_params`; upstream's keys beside `ref` are not read here."""
+
+    ref: EncodingRef | None = None
+
+
+def ref_from(params: object, identifier: str) -> EncodingRef | None:
+    """The reference to an item in a request's `ec_transfer_params`. The stage server has checked its signature.
+
+    What is no reference counts as none: a client's words must not raise inside an engine's scheduler.
+    """
+    try:
+        entries = msgspec.convert(params or {}, dict[str, Any])
+        return msgspec.convert(entries.get(identifier) or {}, _Entry).ref
+    except msgspec.ValidationError:
+        return None
+
+
 def announced_fields(ref: EncodingRef) -> dict[str, Any]:
     """The fields of `ref` that an agent fills in, as plain values; the rest is the signing server's."""
     fields = ("identifier", "peer", "epoch", "offset", "generation", "shape", "dtype", "size_bytes", "digest", "lease")

@@ -16,7 +16,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from ec_connector.gate import Gate, Views
-from ec_connector.protocol import Source, WantedItem, announced_fields
+from ec_connector.protocol import Source, WantedItem, announced_fields, ref_from
 from serving.protocol import EncodingRef
 
 _ANNOUNCE_WAIT_S = 0.005
@@ -115,7 +115,7 @@ class ECScheduler:
         if not request.mm_features:
             return None
         params = self._transfer_params(request) if request.status in _COMPLETE else None
-        refs = (_ref_of(request, feature.identifier) for feature in request.mm_features)
+        refs = (ref_from(request.ec_transfer_params, feature.identifier) for feature in request.mm_features)
         self._gate.finish(request.request_id, [ref for ref in refs if ref is not None])
         self._features.pop(request.request_id, None)
         return params
@@ -162,7 +162,7 @@ class ECScheduler:
         """
         rows = feature.mm_position.get_num_embeds()
         if not self._has_tensors(feature):
-            return WantedItem(feature.identifier, rows, ref=_ref_of(request, feature.identifier))
+            return WantedItem(feature.identifier, rows, ref=ref_from(request.ec_transfer_params, feature.identifier))
         shape = None if self._is_consumer else self._outputs.shape(feature)
         width = 0 if shape is None else shape[1]
         return WantedItem(feature.identifier, rows, optional=True, room_width=width)
@@ -176,10 +176,3 @@ class ECScheduler:
             element.data is not None and key not in metadata and not element.field.keep_on_cpu
             for key, element in feature.data.items()
         )
-
-
-def _ref_of(request: Request, identifier: str) -> EncodingRef | None:
-    """The reference that came with the request. Its signature was checked by the stage server."""
-    entry = (request.ec_transfer_params or {}).get(identifier) or {}
-    ref = entry.get("ref")
-    return None if ref is None else msgspec.convert(ref, EncodingRef)

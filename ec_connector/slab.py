@@ -28,6 +28,11 @@ class Slab:
         device = HOST_DEVICE if self.device.type == "cpu" else self._bytes.device.index
         return Region(self._bytes.data_ptr(), self._bytes.numel(), device)
 
+    def adopt_thread(self) -> None:
+        """Make this thread able to move bytes to and from the slab: UCX needs the device's context to be current."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+
     def view(self, offset: int, shape: tuple[int, int], dtype: str) -> torch.Tensor:
         """The tensor stored at `offset`, sharing the slab's memory. Shape (rows, width)."""
         element = element_type(dtype)

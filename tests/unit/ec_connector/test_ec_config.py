@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from ec_connector.config import check_slab_size, parse_config
 from ec_connector.core import control_address
-from ec_connector.protocol import compatibility_hash
+from ec_connector.protocol import compatibility_hash, ref_from
+from tests.unit.ec_connector.ec_fakes import ref
 
 LOOPBACK = {"control_host": "127.0.0.1"}
 
@@ -72,3 +74,16 @@ def test_compatibility_depends_on_all_that_fixes_the_outputs() -> None:
         for dtype in ("bfloat16", "float16")
     }
     assert len(hashes) == 8
+
+
+class TestReferences:
+    def test_a_reference_is_found_beside_upstreams_keys(self) -> None:
+        params = {"a": {"metadata": {}, "item_indices": [0], "ref": msgspec.to_builtins(ref("a"))}}
+        assert ref_from(params, "a") == ref("a")
+
+    @pytest.mark.parametrize(
+        "params",
+        [None, {}, {"a": None}, {"a": 1}, {"a": {"ref": None}}, {"a": {"ref": {"peer": "x"}}}, [1], "text", {1: {}}],
+    )
+    def test_anything_else_counts_as_none(self, params: object) -> None:
+        assert ref_from(params, "a") is None
