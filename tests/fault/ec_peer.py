@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -140,6 +141,12 @@ class Peer:
         os.kill(self._process.pid, number)
         if number == signal.SIGKILL:
             self._process.join()
+        while number == signal.SIGSTOP and not self._is_stopped():
+            time.sleep(0.001)  # each thread stops when it is scheduled next
+
+    def _is_stopped(self) -> bool:
+        tasks = Path(f"/proc/{self._process.pid}/task").iterdir()
+        return all((task / "stat").read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
 
     def close(self) -> None:
         if self._process.is_alive():
