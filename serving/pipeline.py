@@ -16,7 +16,14 @@ from itertools import count
 
 import msgspec
 
-from serving.errors import EncodingUnavailable, HandoffExpired, MultiModalCacheMiss, StageUnavailable, TriptychError
+from serving.errors import (
+    ECReferenceRequired,
+    EncodingUnavailable,
+    HandoffExpired,
+    MultiModalCacheMiss,
+    StageUnavailable,
+    TriptychError,
+)
 from serving.limits import Limits
 from serving.messages import (
     Encoding,
@@ -87,7 +94,7 @@ class Pipeline:
         limits: Limits,
         metrics: PipelineMetrics,
         handoff_margin_s: float,
-        attempts: int = 2,
+        attempts: int = 3,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._encoder = encoder
@@ -178,10 +185,10 @@ class Pipeline:
             message = prefill_request(request, next(serial), features, refs, timeout_s=self._remaining(deadline))
             try:
                 result = await self._prefiller.prefill(message)
-            except (EncodingUnavailable, MultiModalCacheMiss, StageUnavailable) as error:
+            except (ECReferenceRequired, EncodingUnavailable, MultiModalCacheMiss, StageUnavailable) as error:
                 at_hand = self._after_loss(error, request, encodings)
                 if attempt == self._attempts:
-                    raise
+                    raise _as_loss(error) from error
                 self._metrics.retried(error.code)
                 continue
             except BaseException:
@@ -199,11 +206,14 @@ class Pipeline:
     ) -> dict[str, Encoding]:
         """The encodings that are still good after a failed prefill.
 
+        After a replica died none is: its slab is gone, and references that an encoder issued may expire while the
+        call waits for the next replica. Asking the encoder again costs a round trip.
+
         Raises:
             TriptychError: `error` itself, when an item is lost whose tensors nobody here has.
         """
         if isinstance(error, StageUnavailable):
-            return {name: e for name, e in encodings.items() if e.provenance is not ItemProvenance.PREFILL_SLAB}
+            return {}
         lost = set(error.hashes or encodings)
         for name in lost:
             self._at_encoder.discard(name)
@@ -310,6 +320,13 @@ class Pipeline:
 
     def _remaining(self, deadline: float | None) -> float | None:
         return None if deadline is None else max(deadline - self._clock(), 0.0)
+
+
+def _as_loss(error: TriptychError) -> TriptychError:
+    """`error`, unless it refuses a reference that the pipeline itself brought: no fault of the client's."""
+    if isinstance(error, ECReferenceRequired):
+        return EncodingUnavailable("references expired before prefill could use them", hashes=error.hashes)
+    return error
 
 
 async def _forgiving(call: Awaitable[None]) -> None:

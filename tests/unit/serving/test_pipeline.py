@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from serving.errors import (
+    ECReferenceRequired,
     EncodingUnavailable,
     FeatureDataRequired,
     HandoffExpired,
@@ -155,9 +156,9 @@ async def test_a_lost_encoding_is_made_once_more(error: type[EncodingUnavailable
     assert stages.prefiller.requests[0].request_id != stages.prefiller.requests[1].request_id
 
 
-async def test_an_encoding_lost_twice_is_reported() -> None:
+async def test_an_encoding_lost_again_and_again_is_reported() -> None:
     stages = Stages()
-    stages.prefiller.failures = [EncodingUnavailable("gone", hashes=["a"])] * 2
+    stages.prefiller.failures = [EncodingUnavailable("gone", hashes=["a"])] * 3
     with pytest.raises(EncodingUnavailable):
         await stages.run(request(image("a", 2)))
     assert stages.limits.running == 0
@@ -191,8 +192,8 @@ async def test_a_hand_off_past_its_deadline_is_prefilled_again_and_the_first_ret
     stages = Stages(lease_s=8.0, prefill_takes_s=4.0)  # 8 - 5 margin leaves 3 s, prefill alone takes 4
     with pytest.raises(HandoffExpired):
         await stages.run(request())
-    assert len(stages.prefiller.requests) == 2
-    assert [h.params["number"] for h in stages.decoder.rejected] == [1, 2]
+    assert len(stages.prefiller.requests) == 3
+    assert [h.params["number"] for h in stages.decoder.rejected] == [1, 2, 3]
     assert stages.decoder.requests == []
 
 
@@ -251,18 +252,31 @@ async def test_a_dead_encoder_is_asked_elsewhere_once() -> None:
     stages.encoder.failures = [StageUnavailable("gone")]
     _, chunks = await stages.run(request(image("a", 2)))
     assert chunks[-1].finished
-    stages.encoder.failures = [StageUnavailable("gone")] * 2
+    stages.encoder.failures = [StageUnavailable("gone")] * 3
     with pytest.raises(StageUnavailable):
         await stages.run(request(image("b", 2)))
 
 
-async def test_a_dead_prefill_is_asked_elsewhere_without_encoding_again() -> None:
+async def test_a_dead_prefill_is_asked_elsewhere_with_fresh_references() -> None:
     stages = Stages()
     stages.prefiller.failures = [StageUnavailable("gone")]
     report, _ = await stages.run(request(image("a", 2)))
-    assert len(stages.encoder.requests) == 1
+    assert [isinstance(r.feature.payload, Tensors) for r in stages.encoder.requests] == [True, False]
     assert [r.request_id for r in stages.prefiller.requests] == ["r-p1", "r-p2"]
-    assert report.items[0].provenance is ItemProvenance.ENCODED
+    assert report.items[0].provenance is ItemProvenance.ENCODER_SLAB
+
+
+async def test_a_reference_that_expired_on_the_way_is_no_fault_of_the_clients() -> None:
+    stages = Stages()
+    stages.prefiller.failures = [ECReferenceRequired("expired", hashes=["a"])]
+    _, chunks = await stages.run(request(image("a", 2)))
+    assert chunks[-1].finished
+    stages.prefiller.failures = [ECReferenceRequired("expired", hashes=["b"])] * 3
+    with pytest.raises(EncodingUnavailable):
+        await stages.run(request(image("b", 2)))
+    stages.prefiller.failures = [ECReferenceRequired("never had one", hashes=["c"])]
+    with pytest.raises(ECReferenceRequired):
+        await stages.run(request(image("c", 2, payload=Metadata(GRID)), refs={"c": ref_for("c")}))
 
 
 async def test_a_dead_decode_prefills_again() -> None:
