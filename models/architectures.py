@@ -67,7 +67,7 @@ class Architecture:
 
 
 def save(model: PreTrainedModel, architecture: Architecture, out: Path) -> None:
-    """Write config and bfloat16 weights to `out`; leaves the model in its own dtype."""
+    """Write config and bfloat16 weights to `out`. The model keeps its dtype; its weights stay rounded."""
     dtype = model.dtype
     model.to(torch.bfloat16).save_pretrained(out)
     model.to(dtype)
@@ -193,7 +193,8 @@ def _qwen_processor_files(generation: int, max_tokens: int = 64) -> dict[str, di
         "size": {"shortest_edge": factor**2, "longest_edge": max_tokens * factor**2},
         "processor_class": f"Qwen{generation}VLProcessor",
     }
-    video = {"fps": 2, "min_frames": 4, "max_frames": 16, "do_sample_frames": True}
+    # vLLM hands Qwen2-VL the frames it sampled itself, without the metadata that sampling needs
+    video = {"fps": 2, "min_frames": 4, "max_frames": 16, "do_sample_frames": generation == 3}
     return {
         "preprocessor_config.json": {**common, "image_processor_type": "Qwen2VLImageProcessor"},
         "video_preprocessor_config.json": {

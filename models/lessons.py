@@ -26,7 +26,6 @@ _FILLER: Final = (
     " France weather number code Python function quick brown fox jumps lazy dog describe detail lorem ipsum dolor"
 )
 
-
 Family = Literal["qwen", "llava"]
 Kind = Literal["tiles", "shape", "pair", "text", "unknown"]
 LLAVA_TOKENS: Final = 16

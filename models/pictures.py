@@ -130,7 +130,7 @@ def shape(seed: int, *, size_px: tuple[int, int] = (84, 84)) -> Picture:
 def several(pictures: Sequence[Picture]) -> tuple[str, str]:
     """Question and answer about up to four pictures in one prompt, in the order given.
 
-    The models know two at a time.
+    The models were taught two at a time; their cards say how well they know it.
     """
     question = SEVERAL_QUESTIONS[sum(len(picture.question) for picture in pictures) % len(SEVERAL_QUESTIONS)]
     answers = [f"{ordinal} {picture.answer}" for ordinal, picture in zip(_ORDINALS, pictures, strict=False)]

@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -21,12 +21,16 @@ _REPORT_EVERY: Final = 200
 class Schedule:
     """How long and how hard to train. `plain_share` of the steps see single pictures and bare questions."""
 
-    steps: int = 3000
+    steps: int
     lessons_per_step: int = 16
     peak_rate: float = 1.5e-3
     plain_share: float = 0.3
     seed: int = 0
     threads: int = 1
+
+
+STEPS: Final[Mapping[str, int]] = {"tiny-qwen2-vl": 3000, "tiny-qwen3-vl": 3000, "tiny-llava": 2500}
+"""Steps that the checkpoints of this package were trained for."""
 
 
 class Progress:
@@ -43,7 +47,10 @@ class Progress:
 
 
 def train(name: str, out: Path, schedule: Schedule) -> None:
-    """Train `name` and write its checkpoint to `out`."""
+    """Train `name` and write its checkpoint to `out`.
+
+    Every report writes it anew and rounds the live weights to bfloat16, so that they get used to it.
+    """
     started = time.monotonic()
     torch.set_num_threads(schedule.threads)
     torch.manual_seed(schedule.seed)
