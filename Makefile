@@ -19,10 +19,10 @@ export RAY_USAGE_STATS_ENABLED := 0
 # Keeps the ports of a local Ray on loopback; the name tells on which systems that is Ray's default.
 export RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER := 0
 
-.PHONY: help setup demo serve check test lint bench lock docs clean
+.PHONY: help setup demo serve check test test-fault lint bench lock docs clean
 
 help: ## list the commands
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
 setup: $(STAMP) ## install the CPU set-up into .venv
 
@@ -45,10 +45,13 @@ demo: check ## start the pipeline, send it a picture, show what each stage did, 
 serve: check ## serve CONFIG until Ctrl-C
 	env -u RAY_ADDRESS $(BIN)/serve run $(CONFIG)
 
-test: $(STAMP) ## all tests; each kind in a process of its own, so that no engine outlives its tests
+test: $(STAMP) ## all tests but the fault tests; each kind in a process of its own, so that no engine outlives its tests
 	$(PYTEST) tests/unit
 	$(PYTEST) tests/engine
-	$(PYTEST) -m "not raw_vllm" tests/pipeline tests/fault
+	$(PYTEST) -m "not raw_vllm" tests/pipeline
+
+test-fault: $(STAMP) ## kills, stalls and disconnects on real processes; minutes each
+	$(PYTEST) tests/fault
 
 lint: $(STAMP) ## style, types and import rules
 	$(BIN)/ruff check .
