@@ -9,7 +9,7 @@ import pytest
 from models import evaluate, pictures, registry
 from models.pictures import HELD_OUT, Picture
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]  # vLLM and torch warn a lot
 
 _PICTURES = 40
 _PROMISED = ("tiles", "shape", "text")
