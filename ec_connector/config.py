@@ -8,6 +8,8 @@ from typing import Any
 
 import msgspec
 
+from ec_connector.pool import granule_bytes
+
 LOOPBACK_NETWORKS = ("127.0.0.0/8", "::1/128")
 
 
@@ -102,7 +104,8 @@ def _problems(config: ECConfig) -> list[str]:
 def check_slab_size(config: ECConfig, *, cache_rows: int, row_bytes: int) -> None:
     """Refuse a consumer's slab that vLLM's encoder cache could fill with views.
 
-    vLLM evicts only when its own budget is short, and that is after the connector let the request pass.
+    vLLM evicts only when its own budget is short, and that is after the connector let the request pass. The bound
+    holds for items of one row each, which waste most.
 
     Args:
         config: The settings.
@@ -112,10 +115,10 @@ def check_slab_size(config: ECConfig, *, cache_rows: int, row_bytes: int) -> Non
     Raises:
         ValueError: The slab is too small; names the size needed. Permanent.
     """
-    needed = cache_rows * row_bytes + config.inflight_bytes
+    needed = cache_rows * granule_bytes(row_bytes) + config.inflight_bytes
     if config.slab_bytes < needed:
         raise ValueError(
             f"slab_bytes is {config.slab_bytes}, but a consumer needs at least {needed}: vLLM's encoder cache holds up"
-            f" to {cache_rows} rows of {row_bytes} bytes, plus inflight_bytes {config.inflight_bytes}. Raise slab_bytes"
+            f" to {cache_rows} rows of {row_bytes} bytes (in pages), plus inflight_bytes {config.inflight_bytes}. Raise slab_bytes"
             " or lower max_num_batched_tokens"
         )

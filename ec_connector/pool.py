@@ -16,8 +16,8 @@ from typing import Any
 
 import msgspec
 
-GRANULE_BYTES = 64 << 10
-"""Allocation unit. A page-aligned run of 64 KiB keeps the free list short and costs under one granule per item."""
+GRANULE_BYTES = 4 << 10
+"""Allocation unit, one page. What an item wastes is less, so many small items cannot crowd out a slab sized by rows."""
 
 
 class State(enum.Enum):

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import copy
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import pytest_asyncio
 from PIL import Image
 
+from ec_connector.pool import GRANULE_BYTES
 from models.registry import resolve
 
 # vLLM, torch and their dependencies warn about one another; none of it is ours to fix.
@@ -25,7 +27,7 @@ PROMPTS = {
 QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 
 
-def _engine(model: str, role: str | None, **overrides: Any) -> Any:
+def _engine(model: str, role: str | None, extra: dict[str, Any] | None = None, **overrides: Any) -> Any:
     from vllm.config import ECTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -54,7 +56,8 @@ def _engine(model: str, role: str | None, **overrides: Any) -> Any:
                 "slab_bytes": 32 << 20,
                 "inflight_bytes": 4 << 20,
                 "secret_hex": "5e" * 32,
-            },
+            }
+            | (extra or {}),
         )
     return AsyncLLM.from_engine_args(AsyncEngineArgs(**(args | overrides)))
 
@@ -62,16 +65,17 @@ def _engine(model: str, role: str | None, **overrides: Any) -> Any:
 class Pair:
     """An engine that encodes, one that reads, one that does everything alone; and prompts for them."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, size: tuple[int, int], producer: Any, consumer: Any) -> None:
         self.prompt = PROMPTS[model]
-        self.producer = _engine(model, "ec_producer")
-        self.consumer = _engine(model, "ec_both")
+        self.size = size
+        self.producer = producer
+        self.consumer = consumer
         self.alone = _engine(model, None)
         self.count = 0
 
     async def render(self, *colours: str) -> Any:
         """A prompt with one image per colour, tensors included; identifiers are the colours."""
-        images = [Image.new("RGB", (112, 84), colour) for colour in colours]
+        images = [Image.new("RGB", self.size, colour) for colour in colours]
         text = self.prompt if len(colours) == 1 else " ".join([self.prompt] * len(colours))
         [prompt] = await self.alone.renderer.render_cmpl_async(
             [{"prompt": text, "multi_modal_data": {"image": images}, "multi_modal_uuids": {"image": list(colours)}}]
@@ -107,6 +111,7 @@ class Pair:
     def close(self) -> None:
         for engine in (self.producer, self.consumer, self.alone):
             engine.shutdown()
+        del self.producer, self.consumer, self.alone
 
 
 def without_tensors(prompt: Any) -> Any:
@@ -126,12 +131,37 @@ def tokens(output: Any) -> tuple[int, ...]:
     return tuple(output.outputs[0].token_ids)
 
 
-@pytest_asyncio.fixture(params=list(PROMPTS), scope="module", loop_scope="module")
-async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
+@contextmanager
+def quiet() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in QUIET.items():
             patch.setenv(name, value)
-        engines = Pair(request.param)
+        yield
+
+
+@pytest_asyncio.fixture(params=list(PROMPTS), scope="module", loop_scope="module")
+async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
+    model = request.param
+    with quiet():
+        engines = Pair(model, (112, 84), _engine(model, "ec_producer"), _engine(model, "ec_both"))
+        yield engines
+        engines.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def scarce() -> AsyncIterator[Pair]:
+    """Pictures of 64 rows; slabs that hold six and four, and an encoder cache at the consumer that holds one."""
+    model, item = "tiny-qwen2-vl", 64 * 128 * 2
+    short = {"inflight_bytes": 0, "busy_wait_s": 30.0}
+    with quiet():
+        engines = Pair(
+            model,
+            (224, 224),
+            _engine(model, "ec_producer", short | {"slab_bytes": 6 * item, "busy_wait_s": 0.5}),
+            _engine(
+                model, "ec_both", short | {"slab_bytes": 64 * GRANULE_BYTES}, max_num_batched_tokens=64, max_num_seqs=8
+            ),
+        )
         yield engines
         engines.close()
 
@@ -198,5 +228,55 @@ class TestTransfer:
         good = (await pair.encode(colour))["ref"]
         expected = tokens(await pair.run(pair.alone, prompt))
         assert tokens(await pair.run(pair.consumer, without_tensors(prompt), {colour: good})) == expected
-        await asyncio.sleep(0)
         assert (await pair.stats(pair.consumer))["filling"] == 0
+
+
+@pytest.mark.asyncio(loop_scope="module")
+class TestScarcity:
+    async def test_items_are_evicted_between_chunks_and_requests_wait_their_turn(self, scarce: Pair) -> None:
+        prompts = [await scarce.render("red", "green", "blue"), await scarce.render("white", "black", "gray")]
+        expected = [tokens(await scarce.run(scarce.alone, prompt)) for prompt in prompts]
+        announced = [{c: (await scarce.encode(c))["ref"] for c in prompt["mm_hashes"]["image"]} for prompt in prompts]
+        outputs = await asyncio.gather(
+            *(
+                scarce.run(scarce.consumer, without_tensors(prompt), refs)
+                for prompt, refs in zip(prompts, announced, strict=True)
+            )
+        )
+        assert [tokens(output) for output in outputs] == expected
+        assert (await scarce.stats(scarce.consumer))["reads"] == 6
+
+    async def test_a_view_of_the_last_item_is_all_that_stays_pinned(self, scarce: Pair) -> None:
+        stats = await scarce.stats(scarce.consumer)
+        assert stats["open_pins"] == 1, stats
+
+    async def test_a_full_producer_is_busy_until_leases_end(self, scarce: Pair) -> None:
+        refs = [(await scarce.encode(f"rgb({level},0,0)"))["ref"] for level in range(0, 120, 20)]
+        assert all(refs)
+        output = await scarce.run(scarce.producer, await scarce.render("rgb(0,0,99)"), max_tokens=1)
+        assert output.outputs[0].finish_reason == "error"
+        [failures] = await scarce.producer.collective_rpc("ec_failures", args=(None,))
+        assert [failure["reason"] for failure in failures.values()] == ["busy"]
+        leases = [ref["lease"] for ref in refs if ref["lease"]]
+        [released] = await scarce.producer.collective_rpc("ec_release", args=(leases,))
+        assert released == len(leases)
+        assert (await scarce.encode("rgb(0,0,99)"))["source"] == "encoded"
+
+    async def test_what_vllm_still_caches_is_published_again(self, scarce: Pair) -> None:
+        [announced] = await scarce.producer.collective_rpc("ec_announce", args=(["rgb(0,0,0)"],))
+        assert announced["rgb(0,0,0)"] is None, "the slab should have evicted it"
+        again = await scarce.encode("rgb(0,0,0)")
+        assert again["source"] != "encoded"
+        prompt = await scarce.render("rgb(0,0,0)")
+        expected = tokens(await scarce.run(scarce.alone, prompt))
+        output = await scarce.run(scarce.consumer, without_tensors(prompt), {"rgb(0,0,0)": again["ref"]})
+        assert tokens(output) == expected
+
+    async def test_a_reset_of_the_encoder_cache_lets_go_of_all_views(self, scarce: Pair) -> None:
+        await scarce.consumer.reset_encoder_cache()
+        await scarce.consumer.collective_rpc("ec_drop_views")
+        assert (await scarce.stats(scarce.consumer))["open_pins"] == 0
+        await scarce.consumer.reset_prefix_cache()
+        prompt = await scarce.render("rgb(0,0,0)")
+        expected = tokens(await scarce.run(scarce.alone, prompt))
+        assert tokens(await scarce.run(scarce.consumer, without_tensors(prompt))) == expected

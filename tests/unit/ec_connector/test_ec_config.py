@@ -60,10 +60,10 @@ class TestPeers:
 
 class TestSize:
     def test_both_numbers_are_named(self) -> None:
-        config = parse_config(LOOPBACK | {"slab_bytes": 1000, "inflight_bytes": 100})
-        with pytest.raises(ValueError, match=r"1000.*1124"):
-            check_slab_size(config, cache_rows=8, row_bytes=128)
-        check_slab_size(config, cache_rows=7, row_bytes=128)
+        config = parse_config(LOOPBACK | {"slab_bytes": 32_767, "inflight_bytes": 4096})
+        with pytest.raises(ValueError, match=r"32767.*32768"):
+            check_slab_size(config, cache_rows=7, row_bytes=128)
+        check_slab_size(config, cache_rows=6, row_bytes=128)
 
 
 def test_compatibility_depends_on_all_that_fixes_the_outputs() -> None:

@@ -355,9 +355,17 @@ class TestRoom:
         world = World(slab_bytes=2 * MIB)
         world.consumer.want(Want("r", (WantedItem("a", 8192, optional=True, room_width=64),)))
         world.poll()
-        assert world.consumer.claim(Spec("a", 2 * GRANULE_BYTES, (1024, 64), "bfloat16")) is None
+        assert world.consumer.claim(Spec("a", 2 * GRANULE_BYTES, (64, 64), "bfloat16")) is None
         assert world.pool.find("a") is None
         world.consumer.drop(Drop("r"))
+        world.assert_idle()
+
+    def test_a_request_that_ends_gives_back_what_it_was_promised(self) -> None:
+        world = World(slab_bytes=MIB)
+        world.consumer.want(Want("r", (WantedItem("a", 8192, optional=True, room_width=64),)))
+        world.poll()
+        world.consumer.drop(Drop("r"))
+        assert world.pool.find("a") is None
         world.assert_idle()
 
     def test_a_producer_without_room_is_busy(self) -> None:
@@ -372,13 +380,13 @@ class TestViews:
     def test_a_view_outlives_its_request(self) -> None:
         world = World(slab_bytes=GRANULE_BYTES)
         world.fill("a", GRANULE_BYTES)
-        world.consumer.want(Want("r", (WantedItem("a", 512),)))
+        world.consumer.want(Want("r", (WantedItem("a", 32),)))
         world.poll()
         world.consumer.pin_view(PinView(1, "a"))
         world.consumer.drop(Drop("r"))
-        assert world.pool.reserve([Spec("b", GRANULE_BYTES, (512, 64), "bfloat16")]) is None
+        assert world.pool.reserve([Spec("b", GRANULE_BYTES, (32, 64), "bfloat16")]) is None
         world.consumer.drop_views([1])
-        assert world.pool.reserve([Spec("b", GRANULE_BYTES, (512, 64), "bfloat16")]) is not None
+        assert world.pool.reserve([Spec("b", GRANULE_BYTES, (32, 64), "bfloat16")]) is not None
 
     def test_a_late_eviction_does_not_unpin_a_newer_load(self) -> None:
         world = World()
