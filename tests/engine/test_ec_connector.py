@@ -150,16 +150,19 @@ async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def scarce() -> AsyncIterator[Pair]:
-    """Pictures of 64 rows; slabs that hold six and four, and an encoder cache at the consumer that holds one."""
-    model, item = "tiny-qwen2-vl", 64 * 128 * 2
-    short = {"inflight_bytes": 0, "busy_wait_s": 30.0}
+    """Slabs of 24 and 16 items of one page each, and an encoder cache at the consumer that holds one item."""
+    model, short = "tiny-llava", {"inflight_bytes": 0}
     with quiet():
         engines = Pair(
             model,
-            (224, 224),
-            _engine(model, "ec_producer", short | {"slab_bytes": 6 * item, "busy_wait_s": 0.5}),
+            (56, 56),
+            _engine(model, "ec_producer", short | {"slab_bytes": 24 * GRANULE_BYTES, "busy_wait_s": 0.5}),
             _engine(
-                model, "ec_both", short | {"slab_bytes": 64 * GRANULE_BYTES}, max_num_batched_tokens=64, max_num_seqs=8
+                model,
+                "ec_both",
+                short | {"slab_bytes": 16 * GRANULE_BYTES, "busy_wait_s": 60.0},
+                max_num_batched_tokens=16,
+                max_num_seqs=8,
             ),
         )
         yield engines
@@ -234,7 +237,9 @@ class TestTransfer:
 @pytest.mark.asyncio(loop_scope="module")
 class TestScarcity:
     async def test_items_are_evicted_between_chunks_and_requests_wait_their_turn(self, scarce: Pair) -> None:
-        prompts = [await scarce.render("red", "green", "blue"), await scarce.render("white", "black", "gray")]
+        prompts = [
+            await scarce.render(*(f"rgb({level},{level},{row})" for level in (0, 80, 160, 240))) for row in range(5)
+        ]
         expected = [tokens(await scarce.run(scarce.alone, prompt)) for prompt in prompts]
         announced = [{c: (await scarce.encode(c))["ref"] for c in prompt["mm_hashes"]["image"]} for prompt in prompts]
         outputs = await asyncio.gather(
@@ -244,32 +249,32 @@ class TestScarcity:
             )
         )
         assert [tokens(output) for output in outputs] == expected
-        assert (await scarce.stats(scarce.consumer))["reads"] == 6
-
-    async def test_a_view_of_the_last_item_is_all_that_stays_pinned(self, scarce: Pair) -> None:
         stats = await scarce.stats(scarce.consumer)
-        assert stats["open_pins"] == 1, stats
+        assert stats["reads"] == 20
+        assert stats["evictions"] >= 4
+        assert stats["open_pins"] == 1, "vLLM's cache holds one item, so one view may stay"
 
     async def test_a_full_producer_is_busy_until_leases_end(self, scarce: Pair) -> None:
-        refs = [(await scarce.encode(f"rgb({level},0,0)"))["ref"] for level in range(0, 120, 20)]
+        refs = [(await scarce.encode(f"rgb({level},0,99)"))["ref"] for level in range(24)]
         assert all(refs)
-        output = await scarce.run(scarce.producer, await scarce.render("rgb(0,0,99)"), max_tokens=1)
+        output = await scarce.run(scarce.producer, await scarce.render("rgb(0,99,0)"), max_tokens=1)
         assert output.outputs[0].finish_reason == "error"
         [failures] = await scarce.producer.collective_rpc("ec_failures", args=(None,))
         assert [failure["reason"] for failure in failures.values()] == ["busy"]
         leases = [ref["lease"] for ref in refs if ref["lease"]]
         [released] = await scarce.producer.collective_rpc("ec_release", args=(leases,))
         assert released == len(leases)
-        assert (await scarce.encode("rgb(0,0,99)"))["source"] == "encoded"
+        assert (await scarce.encode("rgb(0,99,0)"))["source"] == "encoded"
 
     async def test_what_vllm_still_caches_is_published_again(self, scarce: Pair) -> None:
-        [announced] = await scarce.producer.collective_rpc("ec_announce", args=(["rgb(0,0,0)"],))
-        assert announced["rgb(0,0,0)"] is None, "the slab should have evicted it"
-        again = await scarce.encode("rgb(0,0,0)")
+        colour = "rgb(0,0,99)"
+        [announced] = await scarce.producer.collective_rpc("ec_announce", args=([colour],))
+        assert announced[colour] is None, "the slab should have evicted it"
+        again = await scarce.encode(colour)
         assert again["source"] != "encoded"
-        prompt = await scarce.render("rgb(0,0,0)")
+        prompt = await scarce.render(colour)
         expected = tokens(await scarce.run(scarce.alone, prompt))
-        output = await scarce.run(scarce.consumer, without_tensors(prompt), {"rgb(0,0,0)": again["ref"]})
+        output = await scarce.run(scarce.consumer, without_tensors(prompt), {colour: again["ref"]})
         assert tokens(output) == expected
 
     async def test_a_reset_of_the_encoder_cache_lets_go_of_all_views(self, scarce: Pair) -> None:
@@ -277,6 +282,6 @@ class TestScarcity:
         await scarce.consumer.collective_rpc("ec_drop_views")
         assert (await scarce.stats(scarce.consumer))["open_pins"] == 0
         await scarce.consumer.reset_prefix_cache()
-        prompt = await scarce.render("rgb(0,0,0)")
+        prompt = await scarce.render("rgb(0,0,99)")
         expected = tokens(await scarce.run(scarce.alone, prompt))
         assert tokens(await scarce.run(scarce.consumer, without_tensors(prompt))) == expected
