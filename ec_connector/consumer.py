@@ -7,7 +7,7 @@ waits while holding what another waits for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -33,12 +33,14 @@ class _Request(msgspec.Struct):
 class Rules(msgspec.Struct, frozen=True):
     """Args:
     objects_to: What rules a reference out before its peer is asked, if anything does.
+    revoke_one: Drops one pin that this engine can do without; False when there is none.
     busy_wait_s: How long a request may wait for room.
     dtype: Element type of encoder outputs.
     itemsize: Bytes per element.
     """
 
     objects_to: Callable[[EncodingRef], Reason | None]
+    revoke_one: Callable[[], bool]
     busy_wait_s: float
     dtype: str
     itemsize: int
@@ -91,6 +93,12 @@ class Consumer:
                 return extent
             self._pool.abandon(extent)
         return None
+
+    def reserve(self, specs: Sequence[Spec]) -> list[Extent] | None:
+        """Room for all of `specs`, at the cost of pins that can be revoked, or None."""
+        while (extents := self._pool.reserve(specs)) is None and self._rules.revoke_one():
+            pass
+        return extents
 
     def is_promised(self, identifier: str) -> bool:
         """Whether room is kept for an item that has not been encoded yet."""
@@ -164,7 +172,7 @@ class Consumer:
         """Room for all items to be read or encoded, or for none. Returns whether the request waits for it."""
         if may_reserve and request.tried != self._pool.freed:
             request.tried = self._pool.freed
-            extents = self._pool.reserve([spec for _, spec in roomless])
+            extents = self.reserve([spec for _, spec in roomless])
             if extents is not None:
                 request.blocked_since = None
                 for (item, _), extent in zip(roomless, extents, strict=True):

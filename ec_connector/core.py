@@ -113,7 +113,13 @@ class Core:
             hello=Hello(WIRE_VERSION, identity.compatibility),
             clock=clock,
         )
-        rules = Rules(self._objects_to, config.busy_wait_s, identity.dtype, element_type(identity.dtype).itemsize)
+        rules = Rules(
+            objects_to=self._objects_to,
+            revoke_one=self.producer.revoke_one,
+            busy_wait_s=config.busy_wait_s,
+            dtype=identity.dtype,
+            itemsize=element_type(identity.dtype).itemsize,
+        )
         self.consumer = Consumer(self.pool, self.fetches, rules)
         self._failures: OrderedDict[str, Failure] = OrderedDict()
         self._on_device: list[tuple[Ready, Callable[[], None]]] = []
@@ -154,7 +160,7 @@ class Core:
             case PinView():
                 self.consumer.pin_view(message)
             case Announce():
-                refs = self.producer.announce(now, message.identifiers, message.metadata)
+                refs = self.producer.announce(now, message.identifiers, message.metadata, revocable=message.revocable)
                 return Announced(message.token, self._identity.peer, self._identity.epoch, refs)
             case Retract():
                 self.producer.release(message.leases)
@@ -178,7 +184,7 @@ class Core:
             return promised
         if self.pool.find(spec.identifier) is not None:
             return None
-        extents = self.pool.reserve([spec])
+        extents = self.consumer.reserve([spec])
         if extents is None:
             self.saves_skipped += 1
             return None
@@ -240,6 +246,7 @@ class Core:
             "open_pins": self.consumer.open_pins,
             "open_leases": self.producer.open_leases,
             "leases_expired": self.producer.leases_expired,
+            "leases_revoked": self.producer.leases_revoked,
             "nacks_sent": self.producer.nacks,
             "nacks_received": self.fetches.nacks,
         }

@@ -145,11 +145,13 @@ class Gate:
     ) -> dict[str, EncodingRef] | None:
         """References from rank 0, which publishes for all, or None when it does not answer in time.
 
-        An answer that comes too late is retracted on arrival.
+        An answer that comes too late is retracted on arrival. Where items are also loaded, what is announced is a
+        spare copy for a reader that seldom needs it: its pins must not keep this engine's own requests waiting.
         """
         self._next_token += 1
         self._awaited = self._next_token
-        self._links[0].send(encode(Announce(self._next_token, tuple(identifiers), metadata)))
+        announce = Announce(self._next_token, tuple(identifiers), metadata, revocable=self._loads)
+        self._links[0].send(encode(announce))
         deadline = time.monotonic() + wait_s
         while self._awaited not in self._answers and (remaining := deadline - time.monotonic()) > 0:
             self._take(0, self._links[0].receive(remaining))

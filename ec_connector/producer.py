@@ -18,11 +18,15 @@ from serving.protocol import EncodingRef
 
 
 class Lease(msgspec.Struct):
-    """A pin that belongs to one announcement or grant. `done` are the reader ranks that no longer need it."""
+    """A pin that belongs to one announcement or grant. `done` are the reader ranks that no longer need it.
+
+    A `revocable` one may be dropped early; whoever reads then finds another digest.
+    """
 
     extent: Extent
     expires_at: float
     done: set[int]
+    revocable: bool
 
 
 class _ParkedGet(msgspec.Struct, frozen=True):
@@ -50,6 +54,7 @@ class Producer:
         self._leases: dict[str, Lease] = {}
         self._parked: list[_ParkedGet] = []
         self.leases_expired = 0
+        self.leases_revoked = 0
         self.nacks = 0
 
     @property
@@ -57,7 +62,12 @@ class Producer:
         return len(self._leases)
 
     def announce(
-        self, now: float, identifiers: Iterable[str], metadata: Mapping[str, dict[str, Any]]
+        self,
+        now: float,
+        identifiers: Iterable[str],
+        metadata: Mapping[str, dict[str, Any]],
+        *,
+        revocable: bool = False,
     ) -> dict[str, EncodingRef]:
         """Unsigned references to what the slab holds of `identifiers`; a lease each for what is ready.
 
@@ -70,7 +80,7 @@ class Producer:
                 continue
             if metadata.get(identifier):
                 extent.metadata = metadata[identifier]
-            refs[identifier] = self._reference(now, extent)
+            refs[identifier] = self._reference(now, extent, revocable)
         return refs
 
     def metadata_of(self, identifier: str) -> dict[str, Any] | None:
@@ -89,7 +99,7 @@ class Producer:
             return None
         return Grant(
             token=message.token,
-            lease=self._open(now, extent),
+            lease=self._open(now, extent, revocable=False),
             offset=extent.offset,
             generation=extent.generation,
             shape=extent.shape,
@@ -114,6 +124,15 @@ class Producer:
             self._close(lease)
         return len(known)
 
+    def revoke_one(self) -> bool:
+        """Drop the oldest revocable lease; False when there is none."""
+        lease_id = next((lease_id for lease_id, lease in self._leases.items() if lease.revocable), None)
+        if lease_id is None:
+            return False
+        self.leases_revoked += 1
+        self._close(lease_id)
+        return True
+
     def poll(self, now: float) -> list[tuple[bytes, PeerReply]]:
         """Expire leases, and answer parked Gets whose item became ready or went away: (sender, reply)."""
         for lease_id, lease in list(self._leases.items()):
@@ -132,7 +151,7 @@ class Producer:
         """When `poll` has something to do at the latest; None when nothing is timed."""
         return min((lease.expires_at for lease in self._leases.values()), default=None)
 
-    def _reference(self, now: float, extent: Extent) -> EncodingRef:
+    def _reference(self, now: float, extent: Extent, revocable: bool) -> EncodingRef:
         ready = extent.state is State.READY
         return EncodingRef(
             identifier=extent.identifier,
@@ -144,13 +163,13 @@ class Producer:
             dtype=extent.dtype,
             size_bytes=extent.size_bytes,
             digest=extent.digest,
-            lease=self._open(now, extent) if ready else "",
+            lease=self._open(now, extent, revocable=revocable) if ready else "",
         )
 
-    def _open(self, now: float, extent: Extent) -> str:
+    def _open(self, now: float, extent: Extent, *, revocable: bool) -> str:
         lease_id = uuid.uuid4().hex
         self._pool.pin(extent)
-        self._leases[lease_id] = Lease(extent, now + self._pin_lease_s, set())
+        self._leases[lease_id] = Lease(extent, now + self._pin_lease_s, set(), revocable)
         return lease_id
 
     def _close(self, lease_id: str) -> None:

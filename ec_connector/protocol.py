@@ -164,11 +164,15 @@ class PinView(_Message, frozen=True):
 
 
 class Announce(_Message, frozen=True):
-    """Pin what is ready of `identifiers` and say where it lies. `metadata` is kept with the extents."""
+    """Pin what is ready of `identifiers` and say where it lies. `metadata` is kept with the extents.
+
+    A `revocable` pin yields when this engine needs the room itself.
+    """
 
     token: int
     identifiers: tuple[str, ...]
     metadata: dict[str, dict[str, Any]]
+    revocable: bool = False
 
 
 class Retract(_Message, frozen=True):

@@ -50,7 +50,15 @@ class World:
             hello=Hello(WIRE_VERSION, "model"),
             clock=lambda: self.now,
         )
-        self.consumer = Consumer(self.pool, self.fetches, Rules(lambda _: None, BUSY_S, "bfloat16", 2))
+        self.revocable: list[Extent] = []
+        rules = Rules(lambda _: None, self.revoke_one, BUSY_S, "bfloat16", 2)
+        self.consumer = Consumer(self.pool, self.fetches, rules)
+
+    def revoke_one(self) -> bool:
+        if not self.revocable:
+            return False
+        self.pool.unpin(self.revocable.pop(0))
+        return True
 
     def want(self, request_id: str, *refs: EncodingRef) -> list[object]:
         items = tuple(WantedItem(r.identifier, r.shape[0], ref=r) for r in refs)
@@ -367,6 +375,16 @@ class TestRoom:
         world.consumer.drop(Drop("r"))
         assert world.pool.find("a") is None
         world.assert_idle()
+
+    def test_pins_that_can_be_revoked_make_room_oldest_first(self) -> None:
+        world = World(slab_bytes=2 * MIB)
+        world.revocable = [world.fill("old"), world.fill("new")]
+        for extent in world.revocable:
+            world.pool.pin(extent)
+        world.want("r", ref("a"))
+        assert world.welcome() == [Pinned("r", "a", Source.REMOTE, 0.0)]
+        assert world.pool.find("old") is None
+        assert world.pool.find("new") is not None
 
     def test_a_producer_without_room_is_busy(self) -> None:
         world = World(slab_bytes=GRANULE_BYTES)

@@ -180,6 +180,11 @@ class TestAnnouncing:
         world = World()
         world.links[0].say(Announced(1, PEER, "epoch", {"a": ref("a")}))
         assert world.gate.announce(["a"], {}, wait_s=1.0) == {"a": ref("a")}
+        assert world.heard() == [Announce(1, ("a",), {}, revocable=True)]
+
+    def test_what_a_pure_producer_announces_is_not_revocable(self) -> None:
+        world = World(loads=False)
+        world.gate.announce(["a"], {}, wait_s=0.0)
         assert world.heard() == [Announce(1, ("a",), {})]
 
     def test_an_answer_that_comes_too_late_is_retracted(self) -> None:

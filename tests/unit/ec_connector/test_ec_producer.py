@@ -11,7 +11,7 @@ LEASE_S = 60.0
 
 class World:
     def __init__(self) -> None:
-        self.pool = Pool(2 * GRANULE_BYTES)
+        self.pool = Pool(4 * GRANULE_BYTES)
         self.producer = Producer(self.pool, peer="tcp://127.0.0.1:1", epoch="now", pin_lease_s=LEASE_S)
 
     def filling(self, identifier: str) -> Extent:
@@ -76,6 +76,21 @@ class TestLeases:
         assert extent.pins == 0
         assert world.producer.leases_expired == 1
         assert world.producer.next_deadline() is None
+
+
+class TestRevocation:
+    def test_only_revocable_leases_go_the_oldest_first(self) -> None:
+        world = World()
+        firm, spare, grant = world.ready("firm"), world.ready("spare"), Get(1, "firm")
+        world.producer.announce(0.0, ["firm"], {})
+        first, second = (world.producer.announce(0.0, ["spare"], {}, revocable=True)["spare"].lease for _ in range(2))
+        world.producer.get(0.0, b"peer", grant)
+        assert world.producer.revoke_one()
+        assert world.producer.release([first]) == 0
+        assert world.producer.revoke_one()
+        assert not world.producer.revoke_one()
+        assert world.producer.release([second]) == 0
+        assert (firm.pins, spare.pins, world.producer.leases_revoked) == (2, 0, 2)
 
 
 class TestGet:
