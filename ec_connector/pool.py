@@ -150,8 +150,7 @@ class Pool:
         if extent.pins <= 0:
             raise ValueError(f"extent {extent.generation} is not pinned")
         extent.pins -= 1
-        if extent.pins == 0:
-            self.freed += 1
+        self.freed += 1  # also where pins remain: they may be revocable
 
     def fits_empty(self, size_bytes: int) -> bool:
         """Whether an item of this size could ever be held."""

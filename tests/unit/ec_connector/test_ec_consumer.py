@@ -386,6 +386,18 @@ class TestRoom:
         assert world.pool.find("old") is None
         assert world.pool.find("new") is not None
 
+    def test_a_request_that_waits_sees_when_only_revocable_pins_are_left(self) -> None:
+        world = World(slab_bytes=MIB)
+        extent = world.fill("a")
+        world.consumer.want(Want("r1", (WantedItem("a", 8192),)))
+        world.poll()
+        world.want("r2", ref("b"))
+        world.pool.pin(extent)
+        world.revocable.append(extent)
+        world.consumer.drop(Drop("r1"))
+        world.poll()
+        assert world.welcome() == [Pinned("r2", "b", Source.REMOTE, 0.0)]
+
     def test_a_producer_without_room_is_busy(self) -> None:
         world = World(slab_bytes=GRANULE_BYTES)
         world.pool.pin(world.fill("other", GRANULE_BYTES))
