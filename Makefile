@@ -19,7 +19,7 @@ export RAY_USAGE_STATS_ENABLED := 0
 # Keeps the ports of a local Ray on loopback; the name tells on which systems that is Ray's default.
 export RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER := 0
 
-.PHONY: help setup demo serve check test test-fault lint bench lock docs clean
+.PHONY: help setup demo serve check test test-fault test-parity lint bench lock docs clean
 
 help: ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -52,6 +52,9 @@ test: $(STAMP) ## all tests but the fault tests; each kind in a process of its o
 
 test-fault: $(STAMP) ## kills, stalls and disconnects on real processes; minutes each
 	$(PYTEST) tests/fault
+
+test-parity: $(STAMP) ## every route and feature against vLLM's own server with one engine; minutes, not in CI
+	$(PYTEST) tests/parity
 
 lint: $(STAMP) ## style, types and import rules
 	$(BIN)/ruff check .

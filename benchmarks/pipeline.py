@@ -12,14 +12,9 @@ from __future__ import annotations
 
 import base64
 import io
-import os
 import re
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -28,21 +23,22 @@ import httpx
 
 import configs
 from benchmarks.records import Record, options, percentile, publish, ratio
-from configs.schema import load, replica_environment
+from benchmarks.servers import aggregated
+from configs.schema import load
 from models.pictures import HELD_OUT, tiles
-from serving.local import LocalPipeline, free_ports
+from serving.local import LocalPipeline
 
 _QUESTION = "Describe the image."
 _STAGES = ("render", "encode", "ec_transfer", "prefill", "first_token", "decode")
-_START_TIMEOUT_S = 300.0
 _pictures = count()
 
 
 def measure(repeats: int) -> list[Record]:
     config = Path(configs.__path__[0]) / "pipeline.yaml"
-    with LocalPipeline(config) as pipeline, aggregated(config) as engine_url:
+    with aggregated(load(config)) as engine, LocalPipeline(config) as pipeline:
+        engine.await_ready()
         ours = httpx.Client(base_url=pipeline.url, timeout=120.0)
-        theirs = httpx.Client(base_url=engine_url, timeout=120.0)
+        theirs = httpx.Client(base_url=engine.url, timeout=120.0)
         with ours, theirs:
             model = theirs.get("/v1/models").json()["data"][0]["id"]
             records: list[Record] = []
@@ -121,53 +117,6 @@ def _picture() -> str:
     buffer = io.BytesIO()
     tiles(HELD_OUT + 1000 + next(_pictures), layout=(2, 3)).image.save(buffer, "PNG")
     return base64.b64encode(buffer.getvalue()).decode()
-
-
-@contextmanager
-def aggregated(config: Path) -> Iterator[str]:
-    """vLLM's own server with one engine for everything, sized like the pipeline's prefill stage. Yields its URL."""
-    pipeline = load(config)
-    model = pipeline.models[0]
-    stage = model.prefill
-    (port,) = free_ports(1)
-    arguments = {
-        "host": "127.0.0.1",
-        "port": port,
-        "model": model.checkpoint,
-        "served-model-name": model.served_name,
-        "max-model-len": model.max_model_len,
-        "max-num-seqs": stage.max_num_seqs,
-        "max-num-batched-tokens": stage.max_num_batched_tokens,
-        "kv-cache-memory-bytes": stage.kv_cache_memory_bytes,
-        "gpu-memory-utilization": stage.memory_utilization,
-        "block-size": model.block_size,
-        "limit-mm-per-prompt": '{"image": 4, "video": 0}',
-        "distributed-executor-backend": "uni",
-    }
-    words = [f"--{name}={value}" for name, value in arguments.items() if value is not None] + ["--enforce-eager"]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words]
-    with tempfile.TemporaryFile() as log:
-        environment = os.environ | replica_environment(pipeline)
-        server = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
-        try:
-            _await_health(f"http://127.0.0.1:{port}", server, log)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            server.terminate()
-            server.wait(30.0)
-
-
-def _await_health(url: str, server: subprocess.Popen[bytes], log: Any) -> None:
-    deadline = time.monotonic() + _START_TIMEOUT_S
-    while time.monotonic() < deadline and server.poll() is None:
-        try:
-            if httpx.get(f"{url}/health", timeout=5.0).status_code == httpx.codes.OK:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(1.0)
-    log.seek(0)
-    raise RuntimeError(f"the aggregated server did not start:\n{log.read().decode(errors='replace')[-4000:]}")
 
 
 if __name__ == "__main__":

@@ -63,6 +63,15 @@ class ModelConfig(Frozen):
         0, description="Seed of every engine, so that replicas answer sampled requests alike."
     )
     trust_remote_code: bool = Field(False, description="Run Python code that comes with the checkpoint. Off: safer.")
+    trust_request_mm_kwargs: bool = Field(
+        False,
+        description="Let requests say how their media are loaded and processed (`mm_processor_kwargs`, "
+        "`media_io_kwargs`). Off they are refused: they can make one small picture as costly as the largest.",
+    )
+    trust_request_chat_template: bool = Field(
+        False,
+        description="Let requests bring a chat template. Off they are refused: a template is a program.",
+    )
     limit_mm_per_prompt: ModalityLimits = Field(ModalityLimits(), description="Items per prompt, by modality.")
     tool_call_parser: str | None = Field(None, description="vLLM's parser for tool calls; enables tool choice.")
     reasoning_parser: str | None = Field(None, description="vLLM's parser that separates reasoning from answers.")

@@ -96,4 +96,5 @@ def _chunk(output: RequestOutput) -> DecodeChunk:
         finish_reason=completion.finish_reason,
         stop_reason=completion.stop_reason,
         num_cached_tokens=output.num_cached_tokens,
+        weight_version=completion.weight_versions[-1].version if completion.weight_versions else None,
     )

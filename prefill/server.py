@@ -152,6 +152,7 @@ class PrefillServer:
             num_cached_tokens=output.num_cached_tokens or 0,
             prefill_s=prefill_s,
             prompt_logprobs=wire_logprobs(output.prompt_logprobs),
+            num_created_cache_tokens=output.num_cache_creation_tokens or 0,
         )
 
     def __del__(self) -> None:

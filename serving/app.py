@@ -111,6 +111,8 @@ def _front_model(model: ModelConfig, config: PipelineConfig) -> FrontModel:
         max_num_batched_tokens=_smallest_encoder_cache(model),
         limit_mm_per_prompt=model.limit_mm_per_prompt.model_dump(),
         trust_remote_code=model.trust_remote_code,
+        trust_request_mm_kwargs=model.trust_request_mm_kwargs,
+        trust_request_chat_template=model.trust_request_chat_template,
         chat_template=model.chat_template,
         tool_call_parser=model.tool_call_parser,
         reasoning_parser=model.reasoning_parser,

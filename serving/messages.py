@@ -83,6 +83,7 @@ def report_of(
         num_cached_tokens=result.num_cached_tokens,
         prompt_logprobs=result.prompt_logprobs,
         refs=result.refs,
+        num_created_cache_tokens=result.num_created_cache_tokens,
     )
 
 

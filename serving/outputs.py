@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from vllm.logprobs import Logprob
-from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
 from vllm.sampling_params import RequestOutputKind
 
 from serving.protocol import DecodeChunk, Logprobs
@@ -29,6 +29,7 @@ class Choice:
         self._token_ids: list[int] = []
         self._logprobs: PositionLogprobs = []
         self._last: DecodeChunk | None = None
+        self._count = 0
 
     @property
     def is_finished(self) -> bool:
@@ -36,6 +37,7 @@ class Choice:
 
     def add(self, chunk: DecodeChunk) -> None:
         self._last = chunk
+        self._count += len(chunk.token_ids)
         if self._keep:
             self._text.append(chunk.text)
             self._token_ids += chunk.token_ids
@@ -67,7 +69,12 @@ class Choice:
             logprobs=logprobs,
             finish_reason=chunk.finish_reason,
             stop_reason=chunk.stop_reason,
+            weight_versions=self._weight_versions(chunk.weight_version),
         )
+
+    def _weight_versions(self, version: str | None) -> list[WeightVersionSpan] | None:
+        """One span over the answer: the weights of a running stage do not change."""
+        return [WeightVersionSpan(version, 0, self._count)] if version is not None and self._count else None
 
 
 class Answer:
@@ -121,6 +128,7 @@ class Answer:
             outputs=[choice.last() if self._is_delta else choice.whole() for choice in choices],
             finished=self.is_finished,
             num_cached_tokens=None if self._report is None else self._report.num_cached_tokens,
+            num_cache_creation_tokens=None if self._report is None else self._report.num_created_cache_tokens,
         )
 
     def _prompt_logprobs(self) -> PositionLogprobs | None:

@@ -212,6 +212,7 @@ class PrefillResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_cached_tokens: int
     prefill_s: float
     prompt_logprobs: Logprobs | None = None
+    num_created_cache_tokens: int = 0
 
 
 class DecodeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -232,7 +233,10 @@ class DecodeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DecodeChunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One step of a decode stream: new text and tokens only, or everything where the caller asked for that."""
+    """One step of a decode stream: new text and tokens only, or everything where the caller asked for that.
+
+    `weight_version` is the engine's label of its weights, told with the last chunk.
+    """
 
     text: str
     token_ids: tuple[int, ...]
@@ -242,6 +246,7 @@ class DecodeChunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int | None = None
+    weight_version: str | None = None
 
 
 Wire = TypeVar("Wire", bound=msgspec.Struct)

@@ -30,6 +30,8 @@ class FrontModel(msgspec.Struct, frozen=True, kw_only=True):
         max_num_batched_tokens: Rows of the smallest encoder cache among the stages: no larger item is accepted.
         limit_mm_per_prompt: Items per prompt, by modality.
         allowed_media_domains: Hosts from which media may be fetched; see `serving/media.py`.
+        trust_request_mm_kwargs: Whether requests may say how their media are processed.
+        trust_request_chat_template: Whether requests may bring a chat template.
         tool_call_parser: Also lets the model decide to call tools.
         mm_processor_cache_gb: Memory for processed media in this process, so that a repeated image is rendered
             once.
@@ -45,6 +47,8 @@ class FrontModel(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int = 2048
     limit_mm_per_prompt: dict[str, int] = {}
     trust_remote_code: bool = False
+    trust_request_mm_kwargs: bool = False
+    trust_request_chat_template: bool = False
     chat_template: str | None = None
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
@@ -113,7 +117,12 @@ def _arguments(model: FrontModel) -> Namespace:
     }
     words = [f"--{name}={value}" for name, value in options.items() if value is not None]
     words += ["--enable-scale-out", "--disable-log-stats", "--enable-prompt-tokens-details"]
-    words += ["--trust-remote-code"] if model.trust_remote_code else []
+    trusted = {
+        "--trust-remote-code": model.trust_remote_code,
+        "--trust-request-mm-kwargs": model.trust_request_mm_kwargs,
+        "--trust-request-chat-template": model.trust_request_chat_template,
+    }
+    words += [word for word, is_trusted in trusted.items() if is_trusted]
     words += ["--enable-auto-tool-choice"] if model.tool_call_parser else []
     words += ["--allowed-media-domains", *model.allowed_media_domains] if model.allowed_media_domains else []
     arguments: Namespace = make_arg_parser(FlexibleArgumentParser()).parse_args(words)

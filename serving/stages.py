@@ -55,6 +55,7 @@ class Report(msgspec.Struct, frozen=True):
     """What happened before the first token. Yielded once, ahead of the chunks.
 
     `refs` name prefill's own copies of the items' encodings, for a client that asks to be told.
+    `num_created_cache_tokens` counts the prompt's tokens that prefill's prefix cache took up.
     """
 
     items: tuple[ReportedItem, ...]
@@ -64,6 +65,7 @@ class Report(msgspec.Struct, frozen=True):
     num_cached_tokens: int
     prompt_logprobs: Logprobs | None
     refs: Mapping[str, EncodingRef] = {}
+    num_created_cache_tokens: int = 0
 
 
 class Encoder(Protocol):

@@ -54,6 +54,7 @@ class FakePipeline:
                 prefill_s=0.02,
                 num_cached_tokens=3,
                 prompt_logprobs=self.prompt_logprobs,
+                num_created_cache_tokens=2,
             )
             for count, chunk in enumerate(self.chunks):
                 if count and self.pause is not None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from vllm.inputs import tokens_input
 from vllm.lora.request import LoRARequest
-from vllm.outputs import RequestOutput
+from vllm.outputs import RequestOutput, WeightVersionSpan
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from serving.engine_client import PipelineClient
@@ -61,6 +61,7 @@ async def test_deltas_pass_through(client: PipelineClient) -> None:
     assert outputs[0].request_id == "request"
     assert outputs[0].prompt_token_ids == [40, 41, 42]
     assert outputs[0].num_cached_tokens == 3
+    assert outputs[0].num_cache_creation_tokens == 2
 
 
 async def test_cumulative_outputs_grow(client: PipelineClient) -> None:
@@ -70,9 +71,11 @@ async def test_cumulative_outputs_grow(client: PipelineClient) -> None:
 
 
 async def test_the_final_output_alone(client: PipelineClient, pipeline: FakePipeline) -> None:
-    pipeline.chunks = (DecodeChunk("Hello", (72, 105), finished=True, finish_reason="length", stop_reason=None),)
+    last = DecodeChunk("lo", (105,), finished=True, finish_reason="length", weight_version="default")
+    pipeline.chunks = (DecodeChunk("Hel", (72,), finished=False), last)
     (output,) = await outputs_of(client, SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY))
     assert output.finished
+    assert output.outputs[0].weight_versions == [WeightVersionSpan("default", 0, 2)]
     assert output.outputs[0].text == "Hello"
     assert decode_sampling(pipeline.requests[0].sampling).output_kind is RequestOutputKind.FINAL_ONLY
 
