@@ -1,21 +1,26 @@
 """Malformed and hostile requests against the running pipeline: `python -m benchmarks.hostile [--quick] [--json FILE]`.
 
-Sends 3,000 requests (300 with --quick), each a valid one with one thing wrong: ranges, grids, payload bytes,
-references, transfer parameters by every door, broken media, unknown names. Every answer must be 4xx, or 200 where
-the change leaves a valid request. After every hundred a known-good request must give the known tokens, and `/health`
-must be green. Metrics, all to be 0: `hostile_5xx`, `hostile_engine_deaths`, `hostile_wrong_tokens`,
-`hostile_served_in_error` (a 200 where only a refusal is right).
+Sends 3,000 requests (300 with --quick), a few at a time. Two thirds are a valid request with one thing wrong
+(`benchmarks/hostile_tokens.py`, `benchmarks/hostile_chats.py`), the others are generated from the OpenAPI description
+(`benchmarks/hostile_generated.py`). Every answer must be 4xx, or a 200 where that is right, with the right tokens where
+they are known. After every hundred a known-good request must give the known tokens, once from the caches and once
+through every stage, and `/health` must be green. Metrics, all to be 0:
+
+    hostile_5xx              answers of 5xx, connections lost, error events of 5xx in streams, and a red `/health`
+    hostile_engine_deaths    replicas that are not the ones which the run began with
+    hostile_wrong_tokens     a 200 with other tokens than the known ones, or a known-good request that failed
+    hostile_served_in_error  a 200 where only a refusal is right
 """
 
 from __future__ import annotations
 
-import base64
-import copy
-import io
+import json
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any
 
@@ -23,258 +28,124 @@ import httpx
 import psutil
 
 import configs
+from benchmarks.hostile_chats import CHAT_MUTATIONS
+from benchmarks.hostile_generated import generated
+from benchmarks.hostile_target import Attempt, Target
+from benchmarks.hostile_tokens import TOKEN_MUTATIONS
 from benchmarks.records import Record, options, publish
-from models.pictures import HELD_OUT, tiles
 from serving.local import LocalPipeline
 
-Body = dict[str, Any]
-Mutation = Callable[[random.Random, Body], tuple[str, Body]]
-"""Makes of a valid token-in request a path and a body that must be refused."""
-
-_SAMPLING = {"temperature": 0, "max_tokens": 8}
-_ROUTES = ("/generate", "/inference/v1/generate")
 _SEED = 20_261_201
+_BATCH = 100
+_AT_ONCE = 4
+_TIMEOUT_S = 120.0
 
 
 def measure(requests: int) -> list[Record]:
-    rng = random.Random(_SEED)
-    with LocalPipeline(Path(configs.__path__[0]) / "pipeline.yaml") as pipeline:
-        client = httpx.Client(base_url=pipeline.url, timeout=120.0)
-        with client:
-            base = _render(client)
-            known = _good(client, base)
-            engines = _engines(pipeline)
-            counts: Counter[str] = Counter()
-            for number in range(requests):
-                name, mutation = rng.choice(sorted(MUTATIONS.items()))
-                path, body = mutation(rng, copy.deepcopy(base))
-                response = client.post(path, json=body)
-                _judge(name, response, counts)
-                if number % 100 == 99:
-                    counts["wrong_tokens"] += _good(client, base) != known
-                    counts["5xx"] += client.get("/health").status_code != httpx.codes.OK
-            deaths = len(engines - _engines(pipeline))
+    counts: Counter[str] = Counter()
+    config = Path(configs.__path__[0]) / "pipeline.yaml"
+    with (
+        LocalPipeline(config) as pipeline,
+        httpx.Client(base_url=pipeline.url, timeout=_TIMEOUT_S) as client,
+        ThreadPoolExecutor(_AT_ONCE) as pool,
+    ):
+        target = Target.prepare(client)
+        replicas = _replicas(pipeline)
+        stream = _attempts(target, requests)
+        for number in range(requests // _BATCH):
+            for found in pool.map(lambda attempt: _judge(client, target, attempt), islice(stream, _BATCH)):
+                counts += found
+            counts += _still_well(client, target, number)
+            print(f"{(number + 1) * _BATCH} sent: {dict(sorted(counts.items()))}", flush=True)
+        deaths = len(replicas - _replicas(pipeline))
     return [
-        Record("hostile_requests", requests, "requests"),
+        Record("hostile_requests", counts["sent"], "requests"),
+        Record("hostile_refused", counts["refused"], "answers"),
         Record("hostile_5xx", counts["5xx"], "answers"),
-        Record("hostile_engine_deaths", deaths, "engines"),
+        Record("hostile_engine_deaths", deaths, "replicas"),
         Record("hostile_wrong_tokens", counts["wrong_tokens"], "answers"),
-        Record("hostile_served_in_error", counts["served"], "answers"),
+        Record("hostile_served_in_error", counts["served_in_error"], "answers"),
     ]
 
 
-def _judge(name: str, response: httpx.Response, counts: Counter[str]) -> None:
+def _attempts(target: Target, requests: int) -> Iterator[Attempt]:
+    """Two mutations, one generated request, and so on; each mutation in turn, so that a short run has them all."""
+    rng = random.Random(_SEED)
+    mutations = {**TOKEN_MUTATIONS, **CHAT_MUTATIONS}
+    mutated = (mutations[name](name, rng, target) for name in chain.from_iterable(repeat(sorted(mutations))))
+    for attempt in generated(target.client, target.model, requests // 3 + 1, seed=_SEED):
+        yield from islice(mutated, 2)
+        yield attempt
+
+
+def _judge(client: httpx.Client, target: Target, attempt: Attempt) -> Counter[str]:
+    """Send one request, or several copies of it at once, and hold the answers against what is right."""
+    counts: Counter[str] = Counter()
+    with ThreadPoolExecutor(attempt.copies) as pool:
+        for verdict, told in pool.map(lambda _: _verdict(client, target, attempt), range(attempt.copies)):
+            counts["sent"] += 1
+            counts[verdict] += 1
+            if verdict not in {"refused", "served"}:
+                print(f"{verdict}: {attempt.name} at {attempt.path}: {told}\n    {attempt.excerpt()}", flush=True)
+    return counts
+
+
+def _verdict(client: httpx.Client, target: Target, attempt: Attempt) -> tuple[str, str]:
+    """`refused`, `served` or the metric that the answer counts for, and an excerpt of the answer."""
+    try:
+        response = client.post(attempt.path, content=attempt.body, headers={"content-type": "application/json"})
+    except httpx.HTTPError as error:
+        return "5xx", repr(error)
+    told = f"{response.status_code} {response.text[:300]}"
     if response.status_code >= 500:
-        counts["5xx"] += 1
-        print(f"{name}: {response.status_code} {response.text[:300]}", flush=True)
-    elif response.status_code == httpx.codes.OK:
-        counts["served"] += 1
-        print(f"{name}: served", flush=True)
+        return "5xx", told
+    if response.status_code >= 400:
+        return "refused", told
+    events = _events(response)
+    if any(isinstance(event, dict) and event.get("error") for event in events):
+        return "5xx", f"{response.status_code} {response.text[-300:]}"
+    if attempt.must == "be refused":
+        return "served_in_error", told
+    if attempt.must == "give the known tokens":
+        tokens = [token for event in events for token in event.get("token_ids", [])]
+        return ("served", told) if tokens == target.tokens else ("wrong_tokens", told)
+    return "served", told
 
 
-def _render(client: httpx.Client) -> Body:
-    model = client.get("/v1/models").json()["data"][0]["id"]
-    image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{_png(0)}"}}
-    chat = {"model": model, "messages": [{"role": "user", "content": [image, {"type": "text", "text": "Describe."}]}]}
-    rendered = client.post("/v1/chat/completions/render", json=chat).raise_for_status().json()
-    return {
-        "model": model,
-        "token_ids": rendered["token_ids"],
-        "features": rendered["features"],
-        "sampling_params": _SAMPLING,
-    }
+def _events(response: httpx.Response) -> list[dict[str, Any]]:
+    """The JSON objects of an answer: one, or as many as a stream has events."""
+    if response.headers.get("content-type", "").startswith("text/event-stream"):
+        lines = (line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: {"))
+        return [json.loads(line) for line in lines]
+    with suppress(ValueError):
+        content = response.json()
+        return [content] if isinstance(content, dict) else []
+    return []
 
 
-def _good(client: httpx.Client, base: Body) -> list[int]:
-    """The tokens of the untouched request; none when it was refused."""
-    response = client.post("/generate", json=base)
-    tokens: list[int] = response.json()["token_ids"] if response.status_code == httpx.codes.OK else []
-    return tokens
+def _still_well(client: httpx.Client, target: Target, number: int) -> Counter[str]:
+    """What a known-good request shows between two batches. A tenant of its own makes every stage work anew."""
+    counts: Counter[str] = Counter()
+    for salt in (None, f"check-{number}"):
+        response = client.post("/generate", json=target.good(salt))
+        if response.status_code != httpx.codes.OK or response.json()["token_ids"] != target.tokens:
+            counts["wrong_tokens"] += 1
+            print(f"known-good request after batch {number}: {response.status_code} {response.text[:300]}", flush=True)
+    counts["5xx"] += client.get("/health").status_code != httpx.codes.OK
+    return counts
 
 
-def _engines(pipeline: LocalPipeline) -> set[int]:
+def _replicas(pipeline: LocalPipeline) -> set[int]:
+    """Processes of Serve replicas; each stage's engine runs inside one."""
     found = set()
     for pid in pipeline.survivors():
         with suppress(psutil.Error):
-            if " ".join(psutil.Process(pid).cmdline()).startswith("VLLM::"):
+            if " ".join(psutil.Process(pid).cmdline()).startswith("ray::ServeReplica"):
                 found.add(pid)
+    if not found:
+        raise RuntimeError("no replica processes found")
     return found
 
-
-def _png(seed: int) -> str:
-    buffer = io.BytesIO()
-    tiles(HELD_OUT + 9_000 + seed, layout=(2, 2)).image.save(buffer, "PNG")
-    return base64.b64encode(buffer.getvalue()).decode()
-
-
-def _token_in(change: Callable[[random.Random, Body], None]) -> Mutation:
-    """A mutation of the token-in request itself, sent to either route, streaming or not."""
-
-    def mutate(rng: random.Random, body: Body) -> tuple[str, Body]:
-        change(rng, body)
-        return rng.choice(_ROUTES), body | {"stream": rng.random() < 0.3}
-
-    return mutate
-
-
-def _chat(change: Callable[[random.Random, Body], None]) -> Mutation:
-    def mutate(rng: random.Random, body: Body) -> tuple[str, Body]:
-        image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{_png(rng.randrange(50))}"}}
-        chat = {"model": body["model"], "max_tokens": 8, "messages": [{"role": "user", "content": [image]}]}
-        change(rng, chat)
-        return "/v1/chat/completions", chat | {"stream": rng.random() < 0.3}
-
-    return mutate
-
-
-def _place(body: Body) -> dict[str, int]:
-    place: dict[str, int] = body["features"]["mm_placeholders"]["image"][0]
-    return place
-
-
-def _longer(rng: random.Random, body: Body) -> None:
-    _place(body)["length"] += rng.choice([1, 2, 500])
-
-
-def _shorter(rng: random.Random, body: Body) -> None:
-    _place(body)["length"] -= rng.randint(1, _place(body)["length"])
-
-
-def _shifted(rng: random.Random, body: Body) -> None:
-    _place(body)["offset"] += rng.choice([-1, 1, 10_000])
-
-
-def _twice(rng: random.Random, body: Body) -> None:
-    features = body["features"]
-    for key in ("mm_hashes", "mm_placeholders", "kwargs_data", "mm_metadata"):
-        if features.get(key):
-            features[key]["image"] = features[key]["image"] * 2
-
-
-def _ten_thousand(rng: random.Random, body: Body) -> None:
-    features = body["features"]
-    place = _place(body)
-    features["mm_hashes"]["image"] = [f"i{n}" for n in range(10_000)]
-    features["mm_placeholders"]["image"] = [{"offset": place["offset"], "length": 1}] * 10_000
-    features["kwargs_data"] = features["mm_metadata"] = None
-
-
-def _truncated(rng: random.Random, body: Body) -> None:
-    data = body["features"]["kwargs_data"]["image"][0]
-    body["features"]["kwargs_data"]["image"][0] = data[: rng.randrange(len(data) - 8)]
-
-
-def _not_base64(rng: random.Random, body: Body) -> None:
-    body["features"]["kwargs_data"]["image"][0] = rng.choice(["", "%%%", "é" * 40, "AAAA" * 50])
-
-
-def _layout_only(rng: random.Random, body: Body) -> None:
-    body["features"]["kwargs_data"] = body["features"]["mm_metadata"] = None
-    body["features"]["mm_hashes"]["image"] = [
-        rng.choice(["deadbeef" * 8, f"x{rng.random()}", "../../etc", "\u0000", "🙂"])
-    ]
-
-
-def _forged(rng: random.Random, body: Body) -> None:
-    name = body["features"]["mm_hashes"]["image"][0]
-    body["features"]["kwargs_data"] = None
-    ref = {
-        "identifier": rng.choice([name, "other"]),
-        "peer": rng.choice(["tcp://127.0.0.1:22", "tcp://169.254.169.254:80", "file:///etc/passwd", "tcp://["]),
-        "epoch": "e",
-        "offset": rng.choice([0, -1, 2**63, None]),
-        "generation": rng.choice([1, -5]),
-        "shape": rng.choice([[4, 128], [-1, 0], [2**40, 2**40]]),
-        "dtype": "bfloat16",
-        "size_bytes": rng.choice([1024, 2**62, -1]),
-        "digest": rng.choice([1, 2**64 - 1]),
-        "expires_at": 4e9,
-        "mac": rng.choice(["", "00" * 32, "é"]),
-    }
-    body["ec_transfer_params"] = {name: {"ref": ref}}
-
-
-def _stray_ec(rng: random.Random, body: Body) -> None:
-    body["features"]["kwargs_data"] = None
-    body["ec_transfer_params"] = rng.choice([{"x": 1}, {"x": {"ref": 1}}, {"x": {"peer_host": "h"}}, {"x": {}}])
-
-
-def _kv(rng: random.Random, body: Body) -> None:
-    params = rng.choice([{"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": 1}, {"a": 1}, {}])
-    where = rng.choice(["body", "extra_args"])
-    if where == "body":
-        body["kv_transfer_params"] = params
-    else:
-        body["sampling_params"] = {**_SAMPLING, "extra_args": {"kv_transfer_params": params}}
-
-
-def _bad_tokens(rng: random.Random, body: Body) -> None:
-    body["token_ids"] = rng.choice([[], [-1], [10**9], body["token_ids"] * 60, ["a"], None, [2**70]])
-
-
-def _bad_sampling(rng: random.Random, body: Body) -> None:
-    wrong: Body = rng.choice(
-        [{"temperature": -1}, {"max_tokens": 0}, {"max_tokens": 10**6}, {"top_p": 2}, {"n": 0}, {"nonsense": 1},
-         {"logprobs": 10**6}, {"stop": [1]}, {"structured_outputs": {"regex": "("}}]
-    )  # fmt: skip
-    body["sampling_params"] = {**_SAMPLING, **wrong}
-
-
-def _chat_kv(rng: random.Random, body: Body) -> None:
-    body[rng.choice(["kv_transfer_params"])] = {"do_remote_prefill": True, "remote_block_ids": [[0]]}
-
-
-def _chat_xargs(rng: random.Random, body: Body) -> None:
-    body["vllm_xargs"] = {rng.choice(["kv_transfer_params", "ec_transfer_params"]): "x"}
-
-
-def _chat_media(rng: random.Random, body: Body) -> None:
-    png = _png(rng.randrange(50))
-    bad = rng.choice([
-        "data:image/png;base64,", "data:image/png;base64,%%%", f"data:image/png;base64,{png[: len(png) // 2]}",
-        "http://127.0.0.1:9/x.png", "http://169.254.169.254/latest", "file:///etc/passwd", "ftp://x/y", "",
-        "data:image/png;base64," + base64.b64encode(b"PK\x03\x04" + b"z" * 200).decode(),
-    ])  # fmt: skip
-    body["messages"][0]["content"][0]["image_url"]["url"] = bad
-
-
-def _chat_shape(rng: random.Random, body: Body) -> None:
-    body["messages"] = rng.choice([
-        [], None, [{"role": "user"}], [{"role": 1, "content": "x"}], "x",
-        [{"role": "user", "content": [{"type": "image_embeds", "image_embeds": "AAAA"}]}],
-        [{"role": "user", "content": [{"type": "image_url"}]}], [{"role": "user", "content": [{"type": "video_url"}]}],
-    ])  # fmt: skip
-
-
-def _chat_model(rng: random.Random, body: Body) -> None:
-    body["model"] = rng.choice(["nobody", "../x", "x" * 10_000, 7])
-
-
-def _chat_too_many(rng: random.Random, body: Body) -> None:
-    body["messages"][0]["content"] = body["messages"][0]["content"] * rng.choice([9, 100])
-
-
-MUTATIONS: Mapping[str, Mutation] = {
-    "range longer": _token_in(_longer),
-    "range shorter": _token_in(_shorter),
-    "range shifted": _token_in(_shifted),
-    "range twice": _token_in(_twice),
-    "10,000 items": _token_in(_ten_thousand),
-    "payload truncated": _token_in(_truncated),
-    "payload not base64": _token_in(_not_base64),
-    "layout only": _token_in(_layout_only),
-    "reference forged": _token_in(_forged),
-    "stray ec_transfer_params": _token_in(_stray_ec),
-    "kv_transfer_params": _token_in(_kv),
-    "token ids": _token_in(_bad_tokens),
-    "sampling": _token_in(_bad_sampling),
-    "chat kv_transfer_params": _chat(_chat_kv),
-    "chat vllm_xargs": _chat(_chat_xargs),
-    "chat media": _chat(_chat_media),
-    "chat messages": _chat(_chat_shape),
-    "chat model": _chat(_chat_model),
-    "chat too many images": _chat(_chat_too_many),
-}
 
 if __name__ == "__main__":
     chosen = options(__doc__)

@@ -86,6 +86,7 @@ class LocalPipeline:
         self._directory = Path()
         self.url = ""
         self.dashboard_url = ""
+        self.ray_address = ""
 
     def __enter__(self) -> Self:
         self._directory = Path(tempfile.mkdtemp(prefix="triptych-"))
@@ -109,6 +110,20 @@ class LocalPipeline:
     def survivors(self) -> list[int]:
         """Ids of the processes of this pipeline that still run. Linux only; empty elsewhere."""
         return marked(self._mark)
+
+    def environment(self) -> dict[str, str]:
+        """The environment of this pipeline's processes; a driver that joins its Ray at `ray_address` needs it too."""
+        return {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"} | {
+            MARK: self._mark,
+            "RAY_worker_niceness": "0",  # Ray's default of 15 starves engines on a busy machine
+            "RAY_raylet_start_wait_time_s": "40",  # how soon `ray start` notices that its node did not come up
+            "RAY_USAGE_STATS_ENABLED": "0",
+            # A token of its own: Ray otherwise takes one that some other Ray may have left in the home directory.
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": self._token,
+            # The only switch that keeps Ray's own ports on loopback; its name tells where that is the default.
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        }
 
     def log_tail(self, program: str = "serve", lines: int = 40) -> str:
         """The last lines that `serve run` or `ray start` printed, without Ray's dumps of its own state."""
@@ -139,13 +154,13 @@ class LocalPipeline:
         file.write_text(yaml.safe_dump(_on_port(read_yaml(self._config), http)))
         self.url = f"http://127.0.0.1:{http}"
         began = time.monotonic()
-        gcs = self._start_ray(began)
-        self._launch("serve", ["run", "--address", f"127.0.0.1:{gcs}", str(file)], signal.SIGINT, _STOP_SERVE_S)
+        self._start_ray(began)
+        self._launch("serve", ["run", "--address", self.ray_address, str(file)], signal.SIGINT, _STOP_SERVE_S)
         with self._to_ray() as to_ray, httpx.Client(base_url=self.url, timeout=_ASK_S) as to_app:
             self._await(began, lambda: _answers(to_app, "/health"), lambda: self._states(to_ray))
 
-    def _start_ray(self, began: float) -> int:
-        """Start Ray and return its port.
+    def _start_ray(self, began: float) -> None:
+        """Start Ray.
 
         Ray allows its node's agent a fixed 15 s to start, too little on a machine that is busy or reads its programs
         from disk for the first time. The next try finds them in memory.
@@ -155,43 +170,33 @@ class LocalPipeline:
         """
         for _ in range(_RAY_STARTS - 1):
             try:
-                return self._try_ray(began)
+                self._try_ray(began)
+                return
             except ChildEnded:
                 self._children.pop()
-        return self._try_ray(began)
+        self._try_ray(began)
 
-    def _try_ray(self, began: float) -> int:
+    def _try_ray(self, began: float) -> None:
         gcs, dashboard, *others = free_ports(7)
         self.dashboard_url = f"http://127.0.0.1:{dashboard}"
+        self.ray_address = f"127.0.0.1:{gcs}"
         directory = Path(tempfile.mkdtemp(prefix="ray-", dir=self._directory))
         self._launch("ray", _ray_arguments(gcs, dashboard, others, directory), signal.SIGTERM, _STOP_RAY_S)
         with self._to_ray() as to_ray:
             self._await(began, lambda: _has_node(to_ray), lambda: {"ray": "STARTING"})
-        return gcs
 
     def _to_ray(self) -> httpx.Client:
         authorization = {"Authorization": f"Bearer {self._token}"}
         return httpx.Client(base_url=self.dashboard_url, headers=authorization, timeout=_ASK_S)
 
     def _launch(self, program: str, arguments: Sequence[str], stop_signal: signal.Signals, patience_s: float) -> None:
-        environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"} | {
-            MARK: self._mark,
-            "RAY_worker_niceness": "0",  # Ray's default of 15 starves engines on a busy machine
-            "RAY_raylet_start_wait_time_s": "40",  # how soon `ray start` notices that its node did not come up
-            "RAY_USAGE_STATS_ENABLED": "0",
-            # A token of its own: Ray otherwise takes one that some other Ray may have left in the home directory.
-            "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN": self._token,
-            # The only switch that keeps Ray's own ports on loopback; its name tells where that is the default.
-            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-        }
         with (self._directory / f"{program}.log").open("wb") as log:
             child = subprocess.Popen(
                 [str(self._programs / program), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=environment,
+                env=self.environment(),
                 start_new_session=True,  # Ctrl-C reaches this process only, which then stops the children in order
             )
         self._children.append(_Child(program, child, stop_signal, patience_s))
