@@ -107,9 +107,15 @@ def _verdict(client: httpx.Client, target: Target, attempt: Attempt) -> tuple[st
     if attempt.must == "be refused":
         return "served_in_error", told
     if attempt.must == "give the known tokens":
-        tokens = [token for event in events for token in event.get("token_ids", [])]
+        tokens = [token for event in events for part in (event, *event.get("choices", [])) for token in _tokens(part)]
         return ("served", told) if tokens == target.tokens else ("wrong_tokens", told)
     return "served", told
+
+
+def _tokens(part: dict[str, Any]) -> list[int]:
+    """New tokens of an event of `/generate`, or of a choice of the other routes."""
+    tokens: list[int] | None = part.get("token_ids")
+    return tokens or []
 
 
 def _events(response: httpx.Response) -> list[dict[str, Any]]:

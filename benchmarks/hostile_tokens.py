@@ -27,7 +27,7 @@ def _token_in(change: Callable[[random.Random, Body], None], must: Must = "be re
 
 
 def _payload(name: str) -> Mutation:
-    """Changes what stands inside the item's payload."""
+    """Changes what stands inside the item's payload. A grid turned round makes another picture, of as many rows."""
 
     def change(rng: random.Random, body: Body) -> None:
         body["features"]["mm_metadata"] = None
@@ -35,11 +35,14 @@ def _payload(name: str) -> Mutation:
         data[0] = PAYLOADS[name](rng, data[0])
         body["features"]["mm_hashes"]["image"] = [f"own-{rng.random()}"]
 
-    return _token_in(change)
+    return _token_in(change, "be refused or served" if name == "grid transposed" else "be refused")
 
 
 def _referenced(change: Callable[[random.Random, Target, Body], None], must: Must = "be refused") -> Mutation:
-    """Changes a request that names its item by metadata and a genuine reference."""
+    """Changes a request that names its item by metadata and a genuine reference.
+
+    The item is the tenant's own, so that a request which lost its reference is still served where prefill holds it.
+    """
 
     def mutate(name: str, rng: random.Random, target: Target) -> Attempt:
         body = target.good()
@@ -144,7 +147,7 @@ def _forged(rng: random.Random, target: Target, body: Body) -> None:
 
 
 def _altered(rng: random.Random, target: Target, body: Body) -> None:
-    """A genuine reference with one field changed: its MAC no longer covers it."""
+    """A genuine reference with one field changed: its MAC no longer covers it, so there is none."""
     ((_, entry),) = body["ec_transfer_params"].items()
     ref = entry["ref"]
     field = rng.choice(sorted(ref))
@@ -261,19 +264,19 @@ TOKEN_MUTATIONS: Mapping[str, Mutation] = {
     "payload truncated": _token_in(_truncated),
     "payload not base64": _token_in(_not_base64),
     "layout only": _token_in(_layout_only),
-    "metadata malformed": _token_in(_bad_metadata),
+    "metadata malformed": _token_in(_bad_metadata, "give the known tokens"),
     "tokens moved": _token_in(_moved_tokens),
     "token ids": _token_in(_bad_tokens),
     "sampling": _token_in(_bad_sampling),
     "stray ec_transfer_params": _token_in(_stray_ec),
     "kv_transfer_params": _token_in(_kv),
     "reference genuine": _referenced(_genuine, "give the known tokens"),
-    "reference forged": _referenced(_forged),
-    "reference altered": _referenced(_altered),
-    "reference swapped": _referenced(_swapped),
-    "reference expired": _referenced(_expired),
+    "reference forged": _referenced(_forged, "give the known tokens"),
+    "reference altered": _referenced(_altered, "give the known tokens"),
+    "reference swapped": _referenced(_swapped, "give the known tokens"),
+    "reference expired": _referenced(_expired, "give the known tokens"),
     "reference of another tenant": _referenced(_salted),
-    "reference without metadata": _referenced(_reference_only),
+    "reference without metadata": _referenced(_reference_only, "give the known tokens"),
     "reference and another grid": _referenced(_transposed_metadata),
     "reference unused": _referenced(_unused_reference),
     "another tenant's name": _foreign,

@@ -154,6 +154,8 @@ def _check_fields(requirement: FeatureRequirement, item: NamedFeature, known: Kn
     for name, value in known.metadata.items():
         if (known.tensors is None or name in required) and _count_numbers(value, _MAX_DEPTH) > _MAX_NUMBERS:
             raise item.invalid("each field of its metadata must be a number or a list of numbers")
+        if not _fits_the_wire(value):
+            raise item.invalid("a number in its metadata is too large")
     missing = _fields_needed(requirement, modality, known) - known.metadata.keys()
     names = ", ".join(sorted(missing))
     if missing and (known.metadata or known.tensors is not None) and requirement.need(modality) is not Need.NOTHING:
@@ -183,6 +185,13 @@ def _count_numbers(value: Any, depth: int) -> float:
         if total > _MAX_NUMBERS:
             return math.inf
     return total
+
+
+def _fits_the_wire(value: Any) -> bool:
+    """Whether every integer in nested lists is one that msgpack can hold."""
+    if isinstance(value, list | tuple):
+        return all(_fits_the_wire(inner) for inner in value)
+    return not isinstance(value, int) or -(1 << 63) <= value < 1 << 64
 
 
 def _check_reference(requirement: FeatureRequirement, item: NamedFeature, ref: EncodingRef, rows: int) -> None:

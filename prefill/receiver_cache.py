@@ -26,6 +26,7 @@ _ENTRY_BYTES = 256
 """Allowance for an entry's own objects: keys, dict slots, boxed numbers."""
 
 _Value = TypeVar("_Value")
+_Key = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +41,10 @@ class CacheCounters:
 
 
 class ReceiverCache:
-    """LRU by bytes, keyed by internal identifier. Any thread may call any method.
+    """LRU by bytes, keyed by tenant and internal identifier. Any thread may call any method.
 
-    An identifier's content never changes: a second `put` may add tensors to metadata, never differ from it.
+    An identifier's content never changes: a second `put` may add tensors to metadata, never differ from it. What one
+    tenant sent is not there for another, whatever names it knows. Tenants are named by `salt_digest`.
 
     Args:
         capacity_bytes: Bytes of metadata and tensors together. 0 keeps nothing.
@@ -58,32 +60,34 @@ class ReceiverCache:
         self._hits = 0
         self._misses = 0
 
-    def get(self, identifier: str) -> Tensors | Metadata | None:
+    def get(self, tenant: str, identifier: str) -> Tensors | Metadata | None:
         """The most that is held of an item. Makes it the most recently used."""
+        key = (tenant, identifier)
         with self._lock:
-            metadata, tensors = self._metadata.get(identifier), self._tensors.get(identifier)
+            metadata, tensors = self._metadata.get(key), self._tensors.get(key)
             if metadata is None and tensors is None:
                 self._misses += 1
                 return None
             self._hits += 1
             return tensors if metadata is None or tensors is not None else Metadata(metadata)
 
-    def put(self, identifier: str, payload: Tensors | Metadata) -> None:
+    def put(self, tenant: str, identifier: str, payload: Tensors | Metadata) -> None:
         """Keep an admitted item. One that does not fit is not kept, or without its tensors.
 
         Raises:
             InvalidFeature: Other content is held under this identifier. Nothing changed.
         """
         metadata = payload.metadata if isinstance(payload, Tensors) else payload.fields
+        key = (tenant, identifier)
         with self._lock:
-            self._check_same(identifier, payload, metadata)
-            self._metadata.put(identifier, metadata, len(msgspec.msgpack.encode(metadata)) + _ENTRY_BYTES)
+            self._check_same(key, payload, metadata)
+            self._metadata.put(key, metadata, len(msgspec.msgpack.encode(metadata)) + _ENTRY_BYTES)
             if isinstance(payload, Tensors):
-                self._tensors.put(identifier, payload, payload.size_bytes + _ENTRY_BYTES)
+                self._tensors.put(key, payload, payload.size_bytes + _ENTRY_BYTES)
 
-    def resolve(self, identifiers: Sequence[str]) -> dict[str, ResolvedItem]:
+    def resolve(self, tenant: str, identifiers: Sequence[str]) -> dict[str, ResolvedItem]:
         """What is held of each item, without references; items of which nothing is held are left out."""
-        held = {name: self.get(name) for name in dict.fromkeys(identifiers)}
+        held = {name: self.get(tenant, name) for name in dict.fromkeys(identifiers)}
         return {name: _resolved(name, payload) for name, payload in held.items() if payload is not None}
 
     def counters(self) -> CacheCounters:
@@ -96,35 +100,35 @@ class ReceiverCache:
                 size_bytes=self._metadata.size_bytes + self._tensors.size_bytes,
             )
 
-    def _check_same(self, identifier: str, payload: Tensors | Metadata, metadata: dict[str, Any]) -> None:
-        tensors = self._tensors.peek(identifier)
-        kept = self._metadata.peek(identifier) if tensors is None else tensors.metadata
+    def _check_same(self, key: _Key, payload: Tensors | Metadata, metadata: dict[str, Any]) -> None:
+        tensors = self._tensors.peek(key)
+        kept = self._metadata.peek(key) if tensors is None else tensors.metadata
         differs = kept is not None and kept != metadata
         if isinstance(payload, Tensors) and tensors is not None and tensors.frames != payload.frames:
             differs = True
         if differs:
-            raise InvalidFeature("an item's identifier already names other content", hashes=[identifier])
+            raise InvalidFeature("an item's identifier already names other content", hashes=[key[1]])
 
 
 class _ByteLru(Generic[_Value]):
     """Entries with sizes, least recently used first. Not thread-safe."""
 
     def __init__(self, capacity_bytes: int) -> None:
-        self.entries: OrderedDict[str, tuple[_Value, int]] = OrderedDict()
+        self.entries: OrderedDict[_Key, tuple[_Value, int]] = OrderedDict()
         self.size_bytes = 0
         self.evictions = 0
         self._capacity_bytes = capacity_bytes
 
-    def peek(self, key: str) -> _Value | None:
+    def peek(self, key: _Key) -> _Value | None:
         found = self.entries.get(key)
         return None if found is None else found[0]
 
-    def get(self, key: str) -> _Value | None:
+    def get(self, key: _Key) -> _Value | None:
         if key in self.entries:
             self.entries.move_to_end(key)
         return self.peek(key)
 
-    def put(self, key: str, value: _Value, size_bytes: int) -> None:
+    def put(self, key: _Key, value: _Value, size_bytes: int) -> None:
         """Keep `value`, evicting others; a value that exceeds the whole capacity evicts nothing and is not kept."""
         if size_bytes > self._capacity_bytes:
             return

@@ -31,7 +31,7 @@ from serving.protocol import (
     encode,
     metadata_of,
 )
-from serving.references import ReferenceSigner
+from serving.references import ReferenceSigner, salt_digest
 
 CheckRequest = Callable[[PrefillRequest, Mapping[str, ResolvedItem]], Admission]
 """The admission policy over a request and what the receiver cache holds of its items."""
@@ -74,7 +74,8 @@ class PrefillServer:
             The bytes of a `ResolveResult`, items in the order in which they were first asked for.
         """
         request = decode(ResolveRequest, data)
-        payloads = {name: self._cache.get(name) for name in request.identifiers}
+        tenant = salt_digest(request.cache_salt)
+        payloads = {name: self._cache.get(tenant, name) for name in request.identifiers}
         refs = await self._engine.announce([name for name, payload in payloads.items() if self._can_sign(payload)])
         items = []
         for name, payload in payloads.items():
@@ -100,11 +101,12 @@ class PrefillServer:
                 was not touched in the first case and goes on in both.
         """
         request = decode(PrefillRequest, data)
-        admission = self._check(request, self._cache.resolve([f.identifier for f in request.features]))
-        features = tuple(self._filled(item) for item in admission.items)
+        tenant = salt_digest(request.cache_salt)
+        admission = self._check(request, self._cache.resolve(tenant, [f.identifier for f in request.features]))
+        features = tuple(self._filled(tenant, item) for item in admission.items)
         for feature in features:
             if feature.payload is not None:
-                self._cache.put(feature.identifier, feature.payload)
+                self._cache.put(tenant, feature.identifier, feature.payload)
         followed = {name: ref for name, ref in admission.refs.items() if name not in _with_tensors(features)}
         started_at = time.monotonic()
         output = await self._engine.run_to_end(
@@ -122,11 +124,11 @@ class PrefillServer:
     async def stats(self) -> dict[str, float]:
         return await self._engine.stats()
 
-    def _filled(self, item: Admitted) -> Feature:
+    def _filled(self, tenant: str, item: Admitted) -> Feature:
         """The item as the engine gets it; its tensors come from the receiver cache where admission counted on them."""
         if item.decision is not Decision.HELD:
             return item.feature
-        held = self._cache.get(item.feature.identifier)
+        held = self._cache.get(tenant, item.feature.identifier)
         if not isinstance(held, Tensors):
             raise MultiModalCacheMiss("the receiver cache has just dropped it", hashes=[item.feature.identifier])
         return msgspec.structs.replace(item.feature, payload=held)

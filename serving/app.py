@@ -177,7 +177,9 @@ def _make_pipeline(
         metrics=PipelineMetrics(model.served_name),
         handoff_margin_s=config.cluster.handoff_margin_s,
     )
-    return ServedPipeline(pipeline, _stage_check(stages))
+    return ServedPipeline(
+        pipeline, _stage_check(stages), lambda ref, cache_salt: signer.verify(ref, cache_salt=cache_salt)
+    )
 
 
 def _stage_check(stages: Mapping[Role, DeploymentHandle]) -> Callable[[], Awaitable[None]]:

@@ -21,13 +21,16 @@ class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     item_indices: list[int] | None = None
 
 
-def client_refs(extra_args: dict[str, Any] | None) -> tuple[dict[str, EncodingRef], dict[str, Any] | None]:
+def client_refs(
+    extra_args: dict[str, Any] | None,
+) -> tuple[dict[str, EncodingRef | None], dict[str, Any] | None]:
     """Split the client's references from the other extra arguments of its sampling parameters.
 
     Routes differ in how a client sends transfer parameters (body, `vllm_xargs`), but vLLM brings them all here.
 
     Returns:
-        References by identifier, unverified; and what is left of `extra_args`, None when that is nothing.
+        References by identifier, unverified, None for an entry without one; and what is left of `extra_args`, None
+        when that is nothing.
 
     Raises:
         TransferParamsRefused: KV parameters, in any form. They carry addresses that an engine connects to.
@@ -41,8 +44,7 @@ def client_refs(extra_args: dict[str, Any] | None) -> tuple[dict[str, EncodingRe
         return {}, rest or None
     if not isinstance(given, dict):
         raise InvalidRequest(f"{EC_PARAMS} must map identifiers to references", param=EC_PARAMS)
-    refs = {name: ref for name, entry in given.items() if (ref := _ref(name, entry)) is not None}
-    return refs, rest or None
+    return {name: _ref(name, entry) for name, entry in given.items()}, rest or None
 
 
 def _ref(identifier: str, entry: Any) -> EncodingRef | None:

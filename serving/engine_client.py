@@ -185,13 +185,13 @@ class PipelineClient(NoEngineControls):
         params.max_tokens = self._validated_max_tokens(prompt, params, request_id)
         cache_salt = prompt.get("cache_salt")
         features = features_of(prompt, self._front.metadata_fields)
-        renamed = await self._names.rename(features, cache_salt, client_named=client_named, referenced=refs)
+        renamed = await self._names.rename(features, cache_salt, client_named=client_named, refs=refs)
         template = PipelineRequest(
             request_id=request_id,
             token_ids=tuple(prompt["prompt_token_ids"]),
             features=renamed.features,
             sampling=b"",
-            refs=refs,
+            refs=renamed.refs(refs),
             cache_salt=cache_salt,
             timeout_s=self._timeout_s,
             rendered=not client_named,

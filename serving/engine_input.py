@@ -146,7 +146,11 @@ def decode_item(tensors: Tensors) -> MultiModalKwargsItem:
 
 
 def metadata_fields_of(item: MultiModalKwargsItem, declared: Collection[str] = ()) -> dict[str, Any]:
-    """What position set-up needs of `item`, as plain lists that keep the tensors' shapes (a scalar stays one)."""
+    """What position set-up needs of `item`, as plain lists that keep the tensors' shapes (a scalar stays one).
+
+    Raises:
+        InvalidFeature: A field holds other than real numbers. Permanent.
+    """
     return {
         key: _plain(elem.data)
         for key, elem in item.items()
@@ -251,6 +255,8 @@ def _infos(name: str, data: Any) -> Iterator[tuple[str, TensorInfo]]:
 
 def _plain(data: Any) -> Any:
     if isinstance(data, torch.Tensor):
+        if data.is_complex():
+            raise InvalidFeature("metadata must be real numbers", param="features.kwargs_data")
         return data.tolist()
     if isinstance(data, list | tuple):
         return [_plain(inner) for inner in data]

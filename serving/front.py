@@ -23,6 +23,7 @@ from serving.generate_api import GenerateService, generate_router
 from serving.generate_prompts import PromptRenderer
 from serving.generate_types import telling
 from serving.naming import ItemNames
+from serving.protocol import EncodingRef
 from serving.render import ModelFront
 
 _METADATA_ONLY = "metadata-only multimodal items require ec_transfer_params"
@@ -53,6 +54,7 @@ class Front:
         *,
         request_timeout_s: float | None,
         check_stages: Callable[[], Awaitable[None]],
+        verify: Callable[[EncodingRef, str | None], bool],
     ) -> Front:
         """vLLM's application with our client in the engine's place.
 
@@ -61,8 +63,9 @@ class Front:
             pipeline: Runs rendered requests.
             request_timeout_s: Deadline of one request over all stages; None means unlimited.
             check_stages: Raises a `TriptychError` when the model cannot be served now.
+            verify: Whether a reference is genuine, unexpired and the tenant's.
         """
-        names = ItemNames(front.model.name)
+        names = ItemNames(front.model.name, verify)
         client = PipelineClient(front, pipeline, names, request_timeout_s=request_timeout_s, check_stages=check_stages)
         app = build_app(front.args, TASKS, client.model_config)
         await init_app_state(client, app.state, front.args, TASKS)

@@ -28,6 +28,7 @@ from serving.front import Front
 from serving.gate import ASGIApp, DisconnectGuard
 from serving.generate_types import GenerateDelta, GenerateRequest, GenerateResponse, parse_request
 from serving.media import AllowedHosts, install_media_connector
+from serving.protocol import EncodingRef
 from serving.render import FrontModel, ModelFront
 
 
@@ -39,10 +40,14 @@ class MediaLimits(msgspec.Struct, frozen=True):
 
 
 class ServedPipeline(msgspec.Struct, frozen=True):
-    """One model's pipeline, and a check that raises a `TriptychError` while its stages cannot serve."""
+    """One model's pipeline, a check that raises a `TriptychError` while its stages cannot serve, and one of references.
+
+    `verify` takes a reference and a `cache_salt`: whether it is genuine, unexpired and this tenant's.
+    """
 
     pipeline: Generator
     check_stages: Callable[[], Awaitable[None]]
+    verify: Callable[[EncodingRef, str | None], bool]
 
 
 class Ingress:
@@ -122,6 +127,7 @@ class Ingress:
             served.pipeline,
             request_timeout_s=self._request_timeout_s,
             check_stages=served.check_stages,
+            verify=served.verify,
         )
 
     async def close(self) -> None:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import aiohttp
+from PIL import Image
 from vllm.connections import HTTPConnection
 from vllm.exceptions import VLLMUnprocessableEntityError, VLLMValidationError
 from vllm.multimodal.media import MediaConnector, MediaIO
@@ -92,7 +93,7 @@ class GuardedMediaConnector(MediaConnector):  # type: ignore[misc]
             raise VLLMUnprocessableEntityError(
                 f"the media URL could not be fetched ({type(error).__name__})", parameter=_PARAM
             ) from error
-        except NotImplementedError as error:
+        except (NotImplementedError, Image.DecompressionBombError) as error:
             raise VLLMValidationError(str(error), parameter=_PARAM) from error
 
     def _assert_url_in_allowed_media_domains(self, url_spec: Any) -> None:

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
+from serving.client_refs import EC_PARAMS, client_refs
 from serving.errors import TriptychError
 from serving.identity import IdentityIndex, internal_id, is_internal, payload_digest, unknown_id
-from serving.protocol import Feature, Tensors
+from serving.protocol import EncodingRef, Feature, Tensors
 from serving.stages import Report
 
 _NAMES = 65_536
@@ -50,6 +52,13 @@ class Renamed(msgspec.Struct, frozen=True):
     features: tuple[Feature, ...]
     external: Mapping[str, str]
 
+    def refs(self, refs: Mapping[str, EncodingRef | None]) -> dict[str, EncodingRef | None]:
+        """A client's references by internal identifier. One whose item has another name now is none."""
+        internal = {name: identifier for identifier, name in self.external.items()}
+        return {
+            internal.get(name, name): ref if internal.get(name, name) == name else None for name, ref in refs.items()
+        }
+
     def report(self, report: Report) -> Report:
         """`report` as the client is told it."""
         items = tuple(
@@ -73,14 +82,21 @@ class ItemNames:
 
     Args:
         model: The served name: one client's items for two models are different ones.
+        verify: Whether a reference is genuine, unexpired and the tenant's.
     """
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, verify: Callable[[EncodingRef, str | None], bool]) -> None:
         self._model = model
+        self._verify = verify
         self._index = IdentityIndex(_NAMES)
 
     async def rename(
-        self, features: Sequence[Feature], cache_salt: str | None, *, client_named: bool, referenced: Collection[str]
+        self,
+        features: Sequence[Feature],
+        cache_salt: str | None,
+        *,
+        client_named: bool,
+        refs: Mapping[str, EncodingRef | None],
     ) -> Renamed:
         """Internal identifiers for a prompt's features.
 
@@ -89,9 +105,10 @@ class ItemNames:
             cache_salt: The tenant.
             client_named: Whether the client chose the identifiers. Those that our renderer gave stay, and are
                 remembered, so that the tenant can name the items alone later.
-            referenced: Identifiers that the client holds references for. They are the servers' own names already, if
-                the references are genuine; admission finds that out.
+            refs: References that came along. Who holds a genuine one has been told the item's internal identifier, and
+                may use it. Without one it is a name like any other: it would open what other tenants sent.
         """
+        referenced = self._referenced(refs, cache_salt)
         renamed: list[Feature] = []
         external: dict[str, str] = {}
         for feature in features:
@@ -100,6 +117,9 @@ class ItemNames:
             external[internal] = name
             renamed.append(msgspec.structs.replace(feature, identifier=internal))
         return Renamed(tuple(renamed), external)
+
+    def _referenced(self, refs: Mapping[str, EncodingRef | None], cache_salt: str | None) -> set[str]:
+        return {name for name, ref in refs.items() if ref is not None and self._verify(ref, cache_salt)}
 
     async def _internal(self, feature: Feature, cache_salt: str | None, client_named: bool, referenced: bool) -> str:
         name = feature.identifier
@@ -130,15 +150,20 @@ class ItemNames:
             return body  # the application says what is wrong with it
         if not isinstance(request, dict):
             return body
-        salt, referenced = request.get("cache_salt"), request.get("ec_transfer_params")
+        salt = request.get("cache_salt")
         said = [request.get("messages"), request.get("input")]
-        self.rename_in(
-            said, salt if isinstance(salt, str) else None, referenced if isinstance(referenced, dict) else ()
-        )
+        try:
+            refs, _ = client_refs({EC_PARAMS: request.get(EC_PARAMS)})
+        except TriptychError:
+            refs = {}  # the client is told when the request itself is judged
+        self.rename_in(said, salt if isinstance(salt, str) else None, refs)
         return msgspec.json.encode(request)
 
-    def rename_in(self, said: Any, cache_salt: str | None, referenced: Collection[str] = ()) -> None:
+    def rename_in(
+        self, said: Any, cache_salt: str | None, refs: Mapping[str, EncodingRef | None] = MappingProxyType({})
+    ) -> None:
         """Put internal identifiers in the place of uuids in `said`, but those that the client has references for."""
+        referenced = self._referenced(refs, cache_salt)
         for part in _media_parts(said):
             name = str(part["uuid"])
             if name not in referenced:

@@ -36,7 +36,7 @@ class PipelineRequest(msgspec.Struct, frozen=True):
     token_ids: tuple[int, ...]
     features: tuple[Feature, ...]
     sampling: bytes
-    refs: Mapping[str, EncodingRef] = {}
+    refs: Mapping[str, EncodingRef | None] = {}
     cache_salt: str | None = None
     priority: int = 0
     reasoning_ended: bool | None = None

@@ -15,8 +15,8 @@ from tests.serving_process import application, small_model, small_stage
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     if request.param == "tiny-qwen2-vl" and not request.config.getoption("whole_matrix"):
         pytest.skip("tiny-qwen3-vl stands for models with M-RoPE; --whole-matrix runs both")
-    # The receiver cache holds three items, so that it can be made to forget. Batches are small, so that a late item lies
-    # beyond the first prefill chunk.
+    # The receiver cache holds three items, so that it can be made to forget. Batches are small, so that a late item
+    # lies beyond the first prefill chunk.
     sizes = {"max_num_batched_tokens": 256}
     stages = {
         "encoder": small_stage(**sizes),

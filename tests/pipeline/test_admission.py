@@ -1,7 +1,7 @@
 """The feature contract on the running pipeline, cell by cell.
 
-Where a cell is about the caches of *encodings* or *tokens*, what prefill's receiver cache keeps of earlier requests must
-not stand in for what the request leaves out: it is made to forget.
+Where a cell is about the caches of *encodings* or *tokens*, what prefill's receiver cache keeps of earlier requests
+must not stand in for what the request leaves out: it is made to forget.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-from tests.unit.serving.front_fakes import FakePipeline, healthy
+from tests.unit.serving.front_fakes import FakePipeline, genuine, healthy
 
 if TYPE_CHECKING:
     from serving.front import Front
@@ -67,7 +67,9 @@ def shared_front(model_front: Callable[[str], ModelFront]) -> tuple[Front, FakeP
     install_media_connector(AllowedHosts((), max_bytes=1 << 20))
     pipeline = FakePipeline()
     front = asyncio.run(
-        Front.build(model_front("tiny-qwen2-vl"), pipeline, request_timeout_s=60.0, check_stages=healthy)
+        Front.build(
+            model_front("tiny-qwen2-vl"), pipeline, request_timeout_s=60.0, check_stages=healthy, verify=genuine
+        )
     )
     return front, pipeline
 

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator
 from PIL import Image
 
 from serving.errors import TriptychError
-from serving.protocol import DecodeChunk, ItemProvenance, Logprobs
+from serving.protocol import DecodeChunk, EncodingRef, ItemProvenance, Logprobs
 from serving.stages import PipelineRequest, Report, ReportedItem
 
 HELLO = (DecodeChunk("Hel", (72,), finished=False), DecodeChunk("lo", (105,), finished=True, finish_reason="stop"))
@@ -69,6 +69,11 @@ class FakePipeline:
     def _maybe_fail(self, count: int) -> None:
         if self.error is not None and self.fail_after == count:
             raise self.error("refused by the test", **self.error_args)
+
+
+def genuine(ref: EncodingRef, cache_salt: str | None) -> bool:
+    """Believes every reference."""
+    return True
 
 
 async def healthy() -> None:

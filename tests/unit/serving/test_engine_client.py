@@ -27,7 +27,7 @@ from serving.references import ReferenceSigner
 from serving.render import ModelFront
 from serving.stages import Report
 from tests.fakes import ref_for
-from tests.unit.serving.front_fakes import FakePipeline, healthy
+from tests.unit.serving.front_fakes import FakePipeline, genuine, healthy
 
 PROMPT = tokens_input([40, 41, 42], cache_salt="tenant")
 
@@ -35,7 +35,7 @@ PROMPT = tokens_input([40, 41, 42], cache_salt="tenant")
 @pytest.fixture
 def client(model_front: Callable[[str], ModelFront], pipeline: FakePipeline) -> PipelineClient:
     return PipelineClient(
-        model_front("tiny-qwen2-vl"), pipeline, ItemNames("tiny"), request_timeout_s=9.0, check_stages=healthy
+        model_front("tiny-qwen2-vl"), pipeline, ItemNames("tiny", genuine), request_timeout_s=9.0, check_stages=healthy
     )
 
 
@@ -215,7 +215,7 @@ async def test_references_are_taken_out_of_the_parameters(client: PipelineClient
     sent = {"abc": entry, "unreferenced": {"metadata": {}, "item_indices": [1]}}
     await outputs_of(client, SamplingParams(extra_args={"ec_transfer_params": sent, "mine": 1}))
     (request,) = pipeline.requests
-    assert request.refs == {"abc": ref}
+    assert request.refs == {"abc": ref, "unreferenced": None}
     assert decode_sampling(request.sampling).extra_args == {"mine": 1}
 
 

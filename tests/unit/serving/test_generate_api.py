@@ -16,7 +16,7 @@ from serving.ingress import Ingress, MediaLimits, ServedPipeline
 from serving.media import AllowedHosts, install_media_connector
 from serving.protocol import DecodeChunk, TokenLogprob
 from serving.render import ModelFront
-from tests.unit.serving.front_fakes import FakePipeline, data_url, healthy, png
+from tests.unit.serving.front_fakes import FakePipeline, data_url, genuine, healthy, png
 
 MODEL = "tiny-qwen2-vl"
 
@@ -255,7 +255,9 @@ async def ingress(model_front: Callable[[str], ModelFront], pipeline: FakePipeli
 
     models = [model_front(name).model for name in (MODEL, "tiny-llava")]
     checks = {MODEL: healthy, "tiny-llava": away}
-    ingress = Ingress(models, lambda front: ServedPipeline(pipeline, checks[front.model.name]), MediaLimits(), 60.0)
+    ingress = Ingress(
+        models, lambda front: ServedPipeline(pipeline, checks[front.model.name], genuine), MediaLimits(), 60.0
+    )
     yield ingress
     await ingress.close()
 

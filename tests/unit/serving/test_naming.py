@@ -2,13 +2,15 @@ import json
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from serving.errors import MultiModalCacheMiss
 from serving.naming import ItemNames
 from serving.protocol import Feature, ItemProvenance, Metadata, Placeholder, Tensors
 from serving.stages import Report, ReportedItem
-from tests.unit.serving.front_fakes import FakePipeline, data_url
+from tests.fakes import ref_for
+from tests.unit.serving.front_fakes import FakePipeline, data_url, genuine
 
 PLACE = Placeholder(0, 1)
 ONE, OTHER = (Tensors((b"frame", bytes([n])), {"grid": [n]}, {}) for n in (1, 2))
@@ -19,30 +21,30 @@ def named(name: str, payload: Tensors | Metadata | None = ONE) -> Feature:
 
 
 async def internal(names: ItemNames, feature: Feature, salt: str | None = None, **options: Any) -> str:
-    renamed = await names.rename([feature], salt, **{"client_named": True, "referenced": (), **options})
+    renamed = await names.rename([feature], salt, **{"client_named": True, "refs": {}, **options})
     return renamed.features[0].identifier
 
 
 async def test_a_clients_name_is_never_the_internal_one() -> None:
-    names = ItemNames("m")
+    names = ItemNames("m", genuine)
     assert await internal(names, named("cat")) != "cat"
-    assert await internal(names, named("cat")) == await internal(ItemNames("m"), named("cat"))
+    assert await internal(names, named("cat")) == await internal(ItemNames("m", genuine), named("cat"))
 
 
 async def test_other_content_other_tenant_other_model_other_name() -> None:
-    names = ItemNames("m")
+    names = ItemNames("m", genuine)
     found = {
         await internal(names, named("cat")),
         await internal(names, named("cat", OTHER)),
         await internal(names, named("dog")),
         await internal(names, named("cat"), "tenant"),
-        await internal(ItemNames("n"), named("cat")),
+        await internal(ItemNames("n", genuine), named("cat")),
     }
     assert len(found) == 5
 
 
 async def test_a_name_alone_means_what_the_tenant_last_sent_under_it() -> None:
-    names = ItemNames("m")
+    names = ItemNames("m", genuine)
     await internal(names, named("cat"), "tenant")
     latest = await internal(names, named("cat", OTHER), "tenant")
     assert await internal(names, named("cat", None), "tenant") == latest
@@ -52,26 +54,39 @@ async def test_a_name_alone_means_what_the_tenant_last_sent_under_it() -> None:
 
 
 async def test_an_internal_name_of_this_very_payload_stays() -> None:
-    names = ItemNames("m")
+    names = ItemNames("m", genuine)
     first = await internal(names, named("cat"))
     assert await internal(names, named(first)) == first
     assert await internal(names, named(first, OTHER)) != first
 
 
 async def test_what_our_renderer_named_stays_and_can_be_named_alone() -> None:
-    names = ItemNames("m")
+    names = ItemNames("m", genuine)
     assert await internal(names, named("hash"), client_named=False) == "hash"
     assert await internal(names, named("hash", None)) == "hash"
     assert await internal(names, named("hash2", Metadata({})), client_named=False) == "hash2"
     assert await internal(names, named("hash2", None)) != "hash2"
 
 
-async def test_a_referenced_name_is_admissions_to_judge() -> None:
-    assert await internal(ItemNames("m"), named("item-x", Metadata({})), referenced={"item-x"}) == "item-x"
+async def test_a_genuine_reference_opens_an_internal_name() -> None:
+    item, refs = named("item-x", Metadata({})), {"item-x": ref_for("item-x")}
+    assert await internal(ItemNames("m", genuine), item, refs=refs) == "item-x"
+    strict = ItemNames("m", lambda ref, cache_salt: cache_salt == "mine")
+    assert await internal(strict, item, "mine", refs=refs) == "item-x"
+    assert await internal(strict, item, "yours", refs=refs) != "item-x"
+    assert await internal(strict, item, "mine", refs={"item-x": None}) != "item-x"
+
+
+async def test_references_follow_the_names() -> None:
+    """A reference under a name that the client gave itself is none; one for an absent item stays for admission."""
+    ref = ref_for("cat")
+    renamed = await ItemNames("m", genuine).rename([named("cat")], None, client_named=True, refs={"cat": ref})
+    (feature,) = renamed.features
+    assert renamed.refs({"cat": ref, "dog": ref, "cow": None}) == {feature.identifier: None, "dog": ref, "cow": None}
 
 
 async def test_clients_are_told_their_own_names() -> None:
-    renamed = await ItemNames("m").rename([named("cat")], None, client_named=True, referenced=())
+    renamed = await ItemNames("m", genuine).rename([named("cat")], None, client_named=True, refs={})
     name = renamed.features[0].identifier
     report = Report((ReportedItem(name, "image", ItemProvenance.ENCODED),), 0.0, 0.0, 0.0, 0, None)
     assert renamed.report(report).items[0].identifier == "cat"
@@ -96,7 +111,7 @@ def picture(url: str | None, uuid: Any, kind: str = "image_url") -> dict[str, An
 
 
 def test_uuids_hold_tenant_name_and_content() -> None:
-    names = ItemNames("m")
+    names = ItemNames("m", genuine)
     ids = [
         *rename(names, picture(data_url(1), "cat"), picture(data_url(2), "cat"), picture(data_url(1), 7)),
         *rename(names, picture(data_url(1), "cat"), cache_salt="tenant"),
@@ -107,7 +122,7 @@ def test_uuids_hold_tenant_name_and_content() -> None:
 
 
 def test_a_uuid_alone_means_the_tenants_latest() -> None:
-    names = ItemNames("m")
+    names = ItemNames("m", genuine)
     (sent,) = rename(names, picture(data_url(1), "cat"), cache_salt="tenant")
     assert rename(names, picture(None, "cat"), cache_salt="tenant") == [sent]
     (unknown,) = rename(names, picture(None, "cat"), cache_salt="another")
@@ -115,22 +130,25 @@ def test_a_uuid_alone_means_the_tenants_latest() -> None:
 
 
 def test_what_is_behind_a_url_can_change() -> None:
-    assert rename(ItemNames("m"), picture("https://example.com/cat.png", "cat")) == [None]
+    assert rename(ItemNames("m", genuine), picture("https://example.com/cat.png", "cat")) == [None]
 
 
 def test_uuids_with_references_stay() -> None:
     part = {"type": "image_embeds", "image_embeds": {"image_grid_thw": "x"}, "uuid": "item-x"}
-    assert rename(ItemNames("m"), part, ec_transfer_params={"item-x": {"ref": {}}}) == ["item-x"]
-    assert rename(ItemNames("m"), part, ec_transfer_params=["item-x"]) != ["item-x"]
+    entry = {"ref": msgspec.to_builtins(ref_for("item-x"))}
+    assert rename(ItemNames("m", genuine), part, ec_transfer_params={"item-x": entry}) == ["item-x"]
+    assert rename(ItemNames("m", lambda ref, salt: False), part, ec_transfer_params={"item-x": entry}) != ["item-x"]
+    for shape in (["item-x"], {"item-x": {"ref": {}}}, {"item-x": {}}):
+        assert rename(ItemNames("m", genuine), part, ec_transfer_params=shape) != ["item-x"]
 
 
 def test_uuids_of_other_things_stay() -> None:
-    assert rename(ItemNames("m"), {"type": "text", "text": "hi", "uuid": "mine"}) == ["mine"]
+    assert rename(ItemNames("m", genuine), {"type": "text", "text": "hi", "uuid": "mine"}) == ["mine"]
 
 
 @pytest.mark.parametrize("body", [b'{"uuid" broken', b'["uuid"]', b'{"model":  "spaced"}', b'"uuid"'])
 def test_other_bodies_are_not_touched(body: bytes) -> None:
-    assert ItemNames("m").rename_uuids(body) == body
+    assert ItemNames("m", genuine).rename_uuids(body) == body
 
 
 async def test_on_the_routes(http: httpx.AsyncClient, pipeline: FakePipeline) -> None:
