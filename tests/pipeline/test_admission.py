@@ -12,7 +12,12 @@ import pytest
 
 from tests.pipeline.served import DATA, FILLER, MISS, OK, REF, SAMPLING, Served, moved, named, picture, reduced, seeds
 
-pytestmark = [pytest.mark.pipeline, pytest.mark.admission, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.pipeline,
+    pytest.mark.admission,
+    pytest.mark.timeout(1200),
+    pytest.mark.usefixtures("one_of_each_kind"),
+]
 
 STATES = ("cold", "later_chunk", "encoder_hit", "slab_hit", "prefix_hit", "receiver_hit")
 PAYLOADS = ("tensors", "metadata_and_ref", "metadata", "ref", "nothing")
@@ -55,7 +60,7 @@ EXPECTED = {
 def test_cell(served: Served, state: str, payload: str, stream: bool, request: pytest.FixtureRequest) -> None:
     if stream != ((STATES.index(state) + PAYLOADS.index(payload)) % 2 == 1):
         _only_in_the_whole_matrix(request)
-    text = FILLER * 40 if state == "later_chunk" else "Describe the image."
+    text = FILLER * 70 if state == "later_chunk" else "Describe the image."
     rendered = served.render(text, picture())
     name = f"client-{next(seeds)}"
     full = named(rendered, name)

@@ -15,7 +15,12 @@ from serving.protocol import PrefillRequest, PrefillResult, decode, encode
 from tests.pipeline.driver import Refused
 from tests.pipeline.served import DATA, MISS, REF, SAMPLING, Served, named, picture, reduced, seeds
 
-pytestmark = [pytest.mark.pipeline, pytest.mark.admission, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.pipeline,
+    pytest.mark.admission,
+    pytest.mark.timeout(1200),
+    pytest.mark.usefixtures("one_of_each_kind"),
+]
 
 
 def test_prefills_own_door(served: Served) -> None:

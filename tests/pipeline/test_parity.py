@@ -2,47 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from tests.aggregated import MAX_TOKENS, answers
 from tests.pipeline.cases import CASES, Prompt
-from tests.serving_process import Application, application, small_model
+from tests.pipeline.served import Served
+from tests.serving_process import Application
 
 pytestmark = [pytest.mark.pipeline, pytest.mark.timeout(1200)]
 
-MODELS = ("tiny-qwen2-vl", "tiny-qwen3-vl", "tiny-llava")
 
-
-@dataclass
-class Served:
-    """A model's running pipeline, what one engine answered, and what the pipeline has answered so far."""
-
-    app: Application
-    expected: dict[str, list[dict[str, Any]]]
-
-
-@pytest.fixture(scope="module", params=MODELS)
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    name = request.param
+@pytest.fixture(scope="module")
+def expected(served: Served) -> dict[str, list[dict[str, Any]]]:
+    """What one engine answers."""
     cases = {case: [prompt.for_engine() for prompt in prompts] for case, prompts in CASES.items()}
-    expected = answers(f"builtin:{name}", cases)
-    with application(tmp_path_factory.mktemp(name), small_model(name)) as app:
-        yield Served(app, expected)
+    return answers(f"builtin:{served.model}", cases)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_tokens_and_provenance(served: Served, case: str) -> None:
+def test_tokens_and_provenance(served: Served, expected: dict[str, list[dict[str, Any]]], case: str) -> None:
     prompts = CASES[case]
     with ThreadPoolExecutor(len(prompts)) as pool:
         got = list(pool.map(lambda prompt: _ask(served.app, prompt), prompts))
-    for prompt, answer, expected in zip(prompts, got, served.expected[case], strict=True):
-        assert answer["token_ids"] == expected["token_ids"], (answer["text"], expected["text"])
-        assert answer["usage"]["prompt_tokens"] == len(expected["prompt_token_ids"])
+    for prompt, answer, single in zip(prompts, got, expected[case], strict=True):
+        assert answer["token_ids"] == single["token_ids"], (answer["text"], single["text"])
+        assert answer["usage"]["prompt_tokens"] == len(single["prompt_token_ids"])
         assert tuple(item["provenance"] for item in answer["items"]) == prompt.provenance
 
 
