@@ -54,10 +54,12 @@ def _chat_media(rng: random.Random, body: Body) -> None:
 def _huge_image(rng: random.Random, body: Body) -> None:
     """A few hundred kilobytes that decode to many megapixels."""
     side = rng.choice([20_000, 60_000, 2**31 - 1])
-    body["messages"][0]["content"] = [image(base64.b64encode(_blank_png(side, rng.choice([side, 1]))).decode())]
+    body["messages"][0]["content"] = [image(base64.b64encode(blank_png(side, rng.choice([side, 1]))).decode())]
 
 
-def _blank_png(width: int, height: int) -> bytes:
+def blank_png(width: int, height: int) -> bytes:
+    """A PNG of one bit a pixel, all of them 0."""
+
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 

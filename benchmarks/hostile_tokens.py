@@ -109,6 +109,7 @@ def _truncated(rng: random.Random, body: Body) -> None:
 
 
 def _not_base64(rng: random.Random, body: Body) -> None:
+    """One of them is an empty item: the tenant's own picture by its name alone."""
     body["features"]["kwargs_data"]["image"][0] = rng.choice(["", "%%%", "é" * 40, "AAAA" * 50, "gA==", "kA=="])
 
 
@@ -228,6 +229,7 @@ def _moved_tokens(rng: random.Random, body: Body) -> None:
 
 
 def _bad_sampling(rng: random.Random, body: Body) -> None:
+    """vLLM's own route skips names that it does not know."""
     wrong: Body = rng.choice(
         [{"temperature": -1}, {"max_tokens": 0}, {"max_tokens": 10**6}, {"top_p": 2}, {"n": 0}, {"nonsense": 1},
          {"logprobs": 10**6}, {"stop": [1]}, {"structured_outputs": {"regex": "("}}, {"temperature": "hot"},
@@ -262,12 +264,12 @@ TOKEN_MUTATIONS: Mapping[str, Mutation] = {
     "counts differ": _token_in(_counts_differ),
     "other modality": _token_in(_modality),
     "payload truncated": _token_in(_truncated),
-    "payload not base64": _token_in(_not_base64),
+    "payload not base64": _token_in(_not_base64, "give the known tokens"),
     "layout only": _token_in(_layout_only),
     "metadata malformed": _token_in(_bad_metadata, "give the known tokens"),
     "tokens moved": _token_in(_moved_tokens),
     "token ids": _token_in(_bad_tokens),
-    "sampling": _token_in(_bad_sampling),
+    "sampling": _token_in(_bad_sampling, "give the known tokens"),
     "stray ec_transfer_params": _token_in(_stray_ec),
     "kv_transfer_params": _token_in(_kv),
     "reference genuine": _referenced(_genuine, "give the known tokens"),

@@ -7,11 +7,13 @@ URL itself, and whatever goes wrong with a client's URL is the client's error wi
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Awaitable, Collection
 from functools import partial
+from pickle import UnpicklingError
 from typing import Any, TypeVar
 
 import aiohttp
+import torch
 from PIL import Image
 from vllm.connections import HTTPConnection
 from vllm.exceptions import VLLMUnprocessableEntityError, VLLMValidationError
@@ -96,6 +98,15 @@ class GuardedMediaConnector(MediaConnector):  # type: ignore[misc]
         except (NotImplementedError, Image.DecompressionBombError) as error:
             raise VLLMValidationError(str(error), parameter=_PARAM) from error
 
+    async def fetch_image_embedding_async(self, data: str) -> torch.Tensor:
+        return await _decoded(super().fetch_image_embedding_async(data), "image_embeds")
+
+    async def fetch_audio_embedding_async(self, data: str) -> torch.Tensor:
+        return await _decoded(super().fetch_audio_embedding_async(data), "audio_embeds")
+
+    async def fetch_video_embedding_async(self, data: str) -> torch.Tensor:
+        return await _decoded(super().fetch_video_embedding_async(data), "video_embeds")
+
     def _assert_url_in_allowed_media_domains(self, url_spec: Any) -> None:
         """Left to the connection, which judges the URL as it will be fetched."""
 
@@ -107,6 +118,14 @@ def install_media_connector(connection: AllowedHosts) -> None:
     bring the unguarded one back.
     """
     MEDIA_CONNECTOR_REGISTRY.register("http")(partial(GuardedMediaConnector, connection=connection))
+
+
+async def _decoded(tensor: Awaitable[torch.Tensor], param: str) -> torch.Tensor:
+    """A tensor that a client sent as base64 of what `torch.save` or `numpy.save` write; torch raises many things."""
+    try:
+        return await tensor
+    except (UnpicklingError, RuntimeError, EOFError, OSError, LookupError, ValueError, TypeError) as error:
+        raise VLLMValidationError(f"the tensor does not decode ({type(error).__name__})", parameter=param) from error
 
 
 async def _body(response: aiohttp.ClientResponse, limit: int) -> bytes:

@@ -9,12 +9,14 @@ import httpx
 import msgspec
 import pytest
 
+from benchmarks.hostile_chats import blank_png
 from serving.errors import FeatureDataRequired, HandoffExpired, Overloaded
 from serving.front import Front
 from serving.protocol import Metadata, Tensors
 from tests.unit.serving.front_fakes import FakePipeline, data_url
 
 MODEL = "tiny-qwen2-vl"
+BOMB = base64.b64encode(blank_png(20_000, 20_000)).decode()
 PICTURE = {"type": "image_url", "image_url": {"url": data_url(5)}}
 SAID = [{"role": "user", "content": "hello"}]
 BODIES: dict[str, dict[str, Any]] = {
@@ -353,3 +355,18 @@ async def test_a_client_that_leaves_stops_the_pipeline(
             break
         await asyncio.sleep(0.01)
     assert pipeline.running == 0
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{BOMB}"}},
+        {"type": "image_embeds", "image_embeds": "AAAA"},
+        {"type": "image_embeds", "image_embeds": {"image_grid_thw": "AAAA"}},
+    ],
+)
+async def test_media_that_does_not_decode_is_the_clients_error(http: httpx.AsyncClient, part: dict[str, Any]) -> None:
+    said = [{"role": "user", "content": [part]}]
+    for stream in (False, True):
+        response = await http.post("/v1/chat/completions", json=body("/v1/chat/completions", stream, messages=said))
+        assert response.status_code == 400, response.text

@@ -9,6 +9,7 @@ import httpx
 import pytest
 from aiohttp import web
 
+from benchmarks.hostile_chats import blank_png
 from serving.engine_input import decode_sampling
 from serving.errors import FeatureDataRequired, InvalidRequest, ModelNotFound, StageUnavailable
 from serving.generate_types import GenerateDelta, GenerateResponse
@@ -136,12 +137,14 @@ async def test_sampling_parameters_by_vllms_names(http: httpx.AsyncClient, pipel
         ({"prompt": "a", "images": [data_url(1), "AAAA"]}, "images[1]"),
         ({"prompt": "a", "images": [base64.b64encode(png(1)[:90]).decode()]}, "images[0]"),
         ({"prompt": "a", "images": [base64.b64encode(b"PK\x03\x04" + bytes(60)).decode()]}, "images[0]"),
+        ({"prompt": "a", "images": [base64.b64encode(blank_png(20_000, 20_000)).decode()]}, "images[0]"),
         ({"prompt": "a", "images": ["file:///etc/passwd"]}, "images[0]"),
         ({"prompt": "a", "images": ["http://127.0.0.1:1/x.png"]}, "images[0]"),
         ({"prompt": "a", "images": ["https://example.com/x.png"]}, "images[0]"),
         ({"prompt": "a", "images": [data_url(1)] * 5}, "images"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "no_such_type"}]}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_embeds", "image_embeds": "AAAA"}]}]}, "messages"),
         ({"messages": ["text"]}, "messages.0"),
         ({"messages": [{"content": "who says this?"}]}, "messages"),
         ({"prompt": "a", "model": "nobody"}, "model"),
