@@ -1,6 +1,6 @@
 """Malformed and hostile requests against the running pipeline: `python -m benchmarks.hostile [--quick] [--json FILE]`.
 
-Sends 3,000 requests (300 with --quick), a few at a time. Two thirds are a valid request with one thing wrong
+Sends 3,000 requests (300 with --quick), a few at a time. Five of six are a valid request with one thing wrong
 (`benchmarks/hostile_tokens.py`, `benchmarks/hostile_chats.py`), the others are generated from the OpenAPI description
 (`benchmarks/hostile_generated.py`). Every answer must be 4xx, or a 200 where that is right, with the right tokens where
 they are known. After every hundred a known-good request must give the known tokens, once from the caches and once
@@ -69,12 +69,12 @@ def measure(requests: int) -> list[Record]:
 
 
 def _attempts(target: Target, requests: int) -> Iterator[Attempt]:
-    """Two mutations, one generated request, and so on; each mutation in turn, so that a short run has them all."""
+    """Five mutations, one generated request, and so on; each mutation in turn, so that a short run has them all."""
     rng = random.Random(_SEED)
     mutations = {**TOKEN_MUTATIONS, **CHAT_MUTATIONS}
     mutated = (mutations[name](name, rng, target) for name in chain.from_iterable(repeat(sorted(mutations))))
-    for attempt in generated(target.client, target.model, requests // 3 + 1, seed=_SEED):
-        yield from islice(mutated, 2)
+    for attempt in generated(target.client, target.model, requests // 6 + 1, seed=_SEED):
+        yield from islice(mutated, 5)
         yield attempt
 
 
