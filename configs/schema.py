@@ -108,6 +108,8 @@ def replica_environment(config: PipelineConfig) -> dict[str, str]:
     environment = {
         # Usage reports would be the only connections that leave the cluster.
         "VLLM_NO_USAGE_STATS": "1",
+        # vLLM would keep responses in one ingress process, where other replicas do not find them: refused instead.
+        "VLLM_ENABLE_RESPONSES_API_STORE": "0",
         "VLLM_IMAGE_FETCH_TIMEOUT": str(config.media.fetch_timeout_s),
         "VLLM_VIDEO_FETCH_TIMEOUT": str(config.media.fetch_timeout_s),
         "VLLM_AUDIO_FETCH_TIMEOUT": str(config.media.fetch_timeout_s),

@@ -7,9 +7,9 @@ from typing import Any
 import anthropic
 import pytest
 
+from tests.parity.chat_cases import COLOUR
 from tests.parity.contenders import MODEL, Both, Contender
 from tests.parity.media import QUESTION, image_url
-from tests.parity.test_chat import COLOUR
 
 GREEDY: dict[str, Any] = {"extra_body": {"temperature": 0}, "max_tokens": 24}
 

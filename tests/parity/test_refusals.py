@@ -7,9 +7,9 @@ from typing import Any
 import openai
 import pytest
 
+from tests.parity.chat_cases import TOOL
 from tests.parity.contenders import MODEL, Both, Contender
 from tests.parity.media import QUESTION, image, text, user, video
-from tests.parity.test_chat import TOOL
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES, GENERATE = (
     "/v1/chat/completions",

@@ -7,9 +7,9 @@ from typing import Any
 import openai
 import pytest
 
+from tests.parity.chat_cases import SCHEMA, TOOL
 from tests.parity.contenders import MODEL, Both, Contender
 from tests.parity.media import QUESTION, image_url
-from tests.parity.test_chat import SCHEMA, TOOL
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_output_tokens": 24}
 
