@@ -14,7 +14,7 @@ import msgspec
 
 from benchmarks.records import Record, options
 
-NAMES = ("admission", "ec_transfer", "idle", "pipeline")
+NAMES = ("admission", "ec_transfer", "idle", "pipeline", "serve")
 
 
 def main() -> int:
