@@ -25,15 +25,15 @@ from benchmarks.plot import write_plot
 from benchmarks.records import options, publish
 from configs.schema import load
 
-_LOAD = Cell(images=1, repeated=0.0, concurrency=8, requests=64)
-_ALONE = Cell(images=1, repeated=0.0, concurrency=1, requests=12, output_tokens=128)
+_LOAD = Cell(images=1, repeated=0.0, concurrency=8, requests=48)
+_ALONE = Cell(images=1, repeated=0.0, concurrency=1, requests=10, output_tokens=128)
 
 
 def cells(*, quick: bool) -> list[Cell]:
     if quick:
         few = replace(_LOAD, requests=32)
         return [few, replace(few, repeated=0.9), replace(_ALONE, requests=6)]
-    number = {1: 12, 8: _LOAD.requests, 16: 96}
+    number = {1: 8, 8: _LOAD.requests, 16: 64}
     pictures = [
         Cell(images, repeated, concurrency, requests // (2 if images > 1 else 1))
         for images in (1, 4)
@@ -51,15 +51,14 @@ def measure(*, quick: bool) -> Table:
     with all_contenders(config_file) as contenders:
         for contender in contenders:
             _warm_up(client, contender)
-        for turn in range(1 if quick else 2):
-            for number, cell in enumerate(cells(quick=quick)):
-                samples = client.samples(cell, seed=1 + 1000 * turn + number)
-                row = table.setdefault(cell, {contender.name: Measured() for contender in contenders})
-                for contender in contenders if (turn + number) % 2 else reversed(contenders):
-                    cpu_s, before = contender.cpu_seconds(), contender.hop_bytes()
-                    outcome = client.run(contender.url, samples, cell.concurrency)
-                    row[contender.name].add(outcome, contender.cpu_seconds() - cpu_s, before, contender.hop_bytes())
-                print(_line(cell, row), flush=True)
+        for number, cell in enumerate(cells(quick=quick)):
+            samples = client.samples(cell, seed=1 + number)
+            row = table.setdefault(cell, {contender.name: Measured() for contender in contenders})
+            for contender in contenders if number % 2 else reversed(contenders):
+                cpu_s, before = contender.cpu_seconds(), contender.hop_bytes()
+                outcome = client.run(contender.url, samples, cell.concurrency)
+                row[contender.name].add(outcome, contender.cpu_seconds() - cpu_s, before, contender.hop_bytes())
+            print(_line(cell, row), flush=True)
     return table
 
 
