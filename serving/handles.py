@@ -7,6 +7,7 @@ turned into the bytes that cross a hop.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -35,53 +36,115 @@ from serving.protocol import (
 _RETRY_AFTER_S = 1.0
 _RELEASE_TIMEOUT_S = 5.0
 """Nobody waits longer to free what a lease frees anyway."""
+_HEALTH_TIMEOUT_S = 5.0
 
 
-class EncodeHandle:
+class StageHandle:
+    """What all stages have in common: one way to call, one translation of errors, one sign of life.
+
+    Args:
+        name: The stage, for messages and metrics.
+        handle: Its deployment.
+    """
+
+    def __init__(self, name: str, handle: DeploymentHandle) -> None:
+        self._name = name
+        self._check = handle.options(method_name="check_health")
+        self._answered_at = -math.inf
+
+    async def check_health(self) -> None:
+        """Whether any replica answers. A stage that has answered lately is not asked: its queue may be full of work.
+
+        Raises:
+            StageUnavailable: None does. A stage without live replicas answers nobody, hence the timeout.
+        """
+        if time.monotonic() - self._answered_at < _HEALTH_TIMEOUT_S:
+            return
+        try:
+            await self._call(self._check, timeout_s=_HEALTH_TIMEOUT_S)
+        except DeadlineExceeded as error:
+            raise StageUnavailable(f"no replica of {self._name} answers", retry_after_s=_RETRY_AFTER_S) from error
+
+    async def _call(self, handle: DeploymentHandle, *args: bytes | str, timeout_s: float | None) -> bytes:
+        async with self._boundary(timeout_s):
+            HOP_BYTES.labels(self._name).inc(sum(len(arg) for arg in args))
+            response = handle.remote(*args)
+            try:
+                answer: bytes = await response
+            except asyncio.CancelledError:
+                response.cancel()
+                raise
+            return answer
+
+    @asynccontextmanager
+    async def _boundary(self, timeout_s: float | None) -> AsyncIterator[None]:
+        """Turn what Ray raises into what a client can be told."""
+        stage = self._name
+        try:
+            async with asyncio.timeout(timeout_s):
+                yield
+            self._answered_at = time.monotonic()
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"the request's deadline passed in {stage}") from error
+        except BackPressureError as error:
+            raise Overloaded(f"{stage}'s queue is full", retry_after_s=_RETRY_AFTER_S) from error
+        except (RayActorError, DeploymentUnavailableError) as error:
+            raise StageUnavailable(f"a replica of {stage} is gone", retry_after_s=_RETRY_AFTER_S) from error
+        except (TaskCancelledError, RequestCancelledError) as error:
+            raise StageUnavailable(f"{stage} dropped the request", retry_after_s=_RETRY_AFTER_S) from error
+        except RayTaskError as error:
+            raise _cause(error, stage) from error
+
+
+class EncodeHandle(StageHandle):
     """The encode stage."""
 
     def __init__(self, handle: DeploymentHandle) -> None:
+        super().__init__("encode", handle)
         self._encode = handle.options(method_name="encode")
         self._release = handle.options(method_name="release")
 
     async def encode(self, request: EncodeRequest) -> EncodeResult:
         handle = self._encode.options(session_id=request.feature.identifier)
-        answer = await _call(handle, encode(request), stage="encode", timeout_s=request.timeout_s)
-        return decode(EncodeResult, answer)
+        return decode(EncodeResult, await self._call(handle, encode(request), timeout_s=request.timeout_s))
 
     async def release(self, refs: Sequence[EncodingRef]) -> None:
         """Each goes where its item's encode calls go, which is nearly always the replica that announced it."""
-        for ref in refs:
-            handle = self._release.options(session_id=ref.identifier)
-            await _call(handle, ref.lease, stage="encode", timeout_s=_RELEASE_TIMEOUT_S)
+        handles = [self._release.options(session_id=ref.identifier) for ref in refs]
+        calls = [
+            self._call(handle, ref.lease, timeout_s=_RELEASE_TIMEOUT_S)
+            for handle, ref in zip(handles, refs, strict=True)
+        ]
+        await asyncio.gather(*calls)
 
 
-class PrefillHandle:
+class PrefillHandle(StageHandle):
     """The prefill stage."""
 
     def __init__(self, handle: DeploymentHandle) -> None:
+        super().__init__("prefill", handle)
         self._resolve = handle.options(method_name="resolve")
         self._prefill = handle.options(method_name="prefill")
         self._release = handle.options(method_name="release")
 
     async def resolve(self, request: ResolveRequest) -> ResolveResult:
         handle = self._resolve.options(session_id=request.affinity)
-        return decode(ResolveResult, await _call(handle, encode(request), stage="prefill", timeout_s=None))
+        return decode(ResolveResult, await self._call(handle, encode(request), timeout_s=None))
 
     async def prefill(self, request: PrefillRequest) -> PrefillResult:
         handle = self._prefill.options(session_id=request.affinity)
-        answer = await _call(handle, encode(request), stage="prefill", timeout_s=request.timeout_s)
-        return decode(PrefillResult, answer)
+        return decode(PrefillResult, await self._call(handle, encode(request), timeout_s=request.timeout_s))
 
     async def release(self, refs: Sequence[EncodingRef], affinity: str) -> None:
         handle = self._release.options(session_id=affinity)
-        await _call(handle, *(ref.lease for ref in refs), stage="prefill", timeout_s=_RELEASE_TIMEOUT_S)
+        await self._call(handle, *(ref.lease for ref in refs), timeout_s=_RELEASE_TIMEOUT_S)
 
 
-class DecodeHandle:
+class DecodeHandle(StageHandle):
     """The decode stage."""
 
     def __init__(self, handle: DeploymentHandle) -> None:
+        super().__init__("decode", handle)
         self._decode = handle.options(method_name="decode", stream=True)
         self._reject = handle.options(method_name="reject")
 
@@ -94,7 +157,7 @@ class DecodeHandle:
         try:
             while not finished:
                 remaining_s = None if deadline is None else deadline - time.monotonic()
-                async with _boundary("decode", remaining_s):  # not around the yield: the consumer may change tasks
+                async with self._boundary(remaining_s):  # not around the yield: the consumer may change tasks
                     data = await anext(stream, None)
                 if data is None:
                     raise EngineFault("decode ended its stream without finishing the request")
@@ -106,37 +169,7 @@ class DecodeHandle:
                 stream.cancel()
 
     async def reject(self, request_id: str, handoff: KVHandoff) -> None:
-        await _call(self._reject, request_id, encode(handoff), stage="decode", timeout_s=None)
-
-
-async def _call(handle: DeploymentHandle, *args: bytes | str, stage: str, timeout_s: float | None) -> bytes:
-    async with _boundary(stage, timeout_s):
-        HOP_BYTES.labels(stage).inc(sum(len(arg) for arg in args))
-        response = handle.remote(*args)
-        try:
-            answer: bytes = await response
-            return answer
-        except asyncio.CancelledError:
-            response.cancel()
-            raise
-
-
-@asynccontextmanager
-async def _boundary(stage: str, timeout_s: float | None) -> AsyncIterator[None]:
-    """Turn what Ray raises into what a client can be told."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            yield
-    except TimeoutError as error:
-        raise DeadlineExceeded(f"the request's deadline passed in {stage}") from error
-    except BackPressureError as error:
-        raise Overloaded(f"{stage}'s queue is full", retry_after_s=_RETRY_AFTER_S) from error
-    except (RayActorError, DeploymentUnavailableError) as error:
-        raise StageUnavailable(f"a replica of {stage} is gone", retry_after_s=_RETRY_AFTER_S) from error
-    except (TaskCancelledError, RequestCancelledError) as error:
-        raise StageUnavailable(f"{stage} dropped the request", retry_after_s=_RETRY_AFTER_S) from error
-    except RayTaskError as error:
-        raise _cause(error, stage) from error
+        await self._call(self._reject, request_id, encode(handoff), timeout_s=_RELEASE_TIMEOUT_S)
 
 
 def _cause(error: RayTaskError, stage: str) -> TriptychError:
