@@ -198,9 +198,7 @@ def _make_pipeline(
         for stage in (encoder, prefiller, decoder):
             await stage.check_health()
 
-    return ServedPipeline(
-        pipeline, check_stages, lambda ref, cache_salt: signer.verify(ref, cache_salt=cache_salt)
-    )
+    return ServedPipeline(pipeline, check_stages, lambda ref, cache_salt: signer.verify(ref, cache_salt=cache_salt))
 
 
 def _make_item_check(model: ModelConfig, engine: Engine) -> CheckItem:

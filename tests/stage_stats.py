@@ -1,6 +1,6 @@
 """What the stage servers of a running application hold, asked by a Ray driver in a process of its own.
 
-    RAY_ADDRESS=... python -m tests.stage_stats MODEL
+    python -m tests.stage_stats ADDRESS MODEL
 
 Each line of input is answered by a line of JSON: for each stage its servers' `stats`, of several replicas the largest.
 """
@@ -11,8 +11,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
+
+from serving.local import LocalPipeline
 
 _STAGES = ("encode", "prefill", "decode")
 _ASKED = 4
@@ -45,14 +47,14 @@ class StageStats:
 
 
 @contextmanager
-def stage_stats(environment: Mapping[str, str], model: str) -> Iterator[StageStats]:
-    """Start the driver, with the environment of a process of the application's Ray."""
+def stage_stats(pipeline: LocalPipeline, model: str) -> Iterator[StageStats]:
+    """Start the driver; it ends with the context."""
     with subprocess.Popen(
-        [sys.executable, "-m", "tests.stage_stats", model],
+        [sys.executable, "-m", "tests.stage_stats", pipeline.ray_address, model],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env=dict(environment),
+        env=pipeline.environment(),
     ) as process:
         stats = StageStats(process)
         stats.ask()
@@ -68,9 +70,9 @@ def main() -> None:
     import ray
     from ray import serve
 
-    ray.init(log_to_driver=False)
+    ray.init(address=sys.argv[1], logging_level="error", log_to_driver=False)
     handles = {
-        stage: serve.get_deployment_handle(f"{sys.argv[1]}-{stage}", app_name="triptych").options(method_name="stats")
+        stage: serve.get_deployment_handle(f"{sys.argv[2]}-{stage}", app_name="triptych").options(method_name="stats")
         for stage in _STAGES
     }
     for _ in sys.stdin:

@@ -33,8 +33,7 @@ _FREED_S = 2.0
 
 @pytest.fixture(scope="module")
 def stats(app: Application) -> Iterator[StageStats]:
-    address = {"RAY_ADDRESS": app.pipeline.ray_address}
-    with stage_stats(app.pipeline.environment() | address, MODEL) as driver:
+    with stage_stats(app.pipeline, MODEL) as driver:
         yield driver
 
 
