@@ -180,8 +180,8 @@ def _make_pipeline(
 
     tracer = spans_to(config.tracing.otlp_endpoint, config.tracing.protocol).get_tracer("triptych")
     encoder = EncodeHandle(stages[Role.ENCODE])
-    prefiller = PrefillHandle(stages[Role.PREFILL])
     decoder = DecodeHandle(stages[Role.DECODE])
+    prefiller = PrefillHandle(stages[Role.PREFILL], decoder.reject)
     pipeline = Pipeline(
         encoder,
         prefiller,

@@ -7,14 +7,15 @@ turned into the bytes that cross a hop.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
-from ray.serve.handle import DeploymentHandle
+from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
 from serving.errors import DeadlineExceeded, EngineFault, Overloaded, StageUnavailable, TriptychError
 from serving.metrics import HOP_BYTES
@@ -33,6 +34,9 @@ from serving.protocol import (
     encode,
 )
 
+logger = logging.getLogger(__name__)
+
+Undo = Callable[[bytes], Awaitable[None]]
 _RETRY_AFTER_S = 1.0
 _RELEASE_TIMEOUT_S = 5.0
 """Nobody waits longer to free what a lease frees anyway."""
@@ -51,6 +55,7 @@ class StageHandle:
         self._name = name
         self._check = handle.options(method_name="check_health")
         self._answered_at = -math.inf
+        self._settling: set[asyncio.Task[None]] = set()
 
     async def check_health(self) -> None:
         """Whether any replica answers. A stage that has answered lately is not asked: its queue may be full of work.
@@ -65,7 +70,10 @@ class StageHandle:
         except DeadlineExceeded as error:
             raise StageUnavailable(f"no replica of {self._name} answers", retry_after_s=_RETRY_AFTER_S) from error
 
-    async def _call(self, handle: DeploymentHandle, *args: bytes | str, timeout_s: float | None) -> bytes:
+    async def _call(
+        self, handle: DeploymentHandle, *args: bytes | str, timeout_s: float | None, undo: Undo | None = None
+    ) -> bytes:
+        """One call. If the caller is cancelled so is the call; `undo` gets its answer if it has ended all the same."""
         async with self._boundary(timeout_s):
             HOP_BYTES.labels(self._name).inc(sum(len(arg) for arg in args))
             response = handle.remote(*args)
@@ -73,8 +81,21 @@ class StageHandle:
                 answer: bytes = await response
             except asyncio.CancelledError:
                 response.cancel()
+                if undo is not None:
+                    task = asyncio.ensure_future(self._settle(response, undo))
+                    self._settling.add(task)
+                    task.add_done_callback(self._settling.discard)
                 raise
             return answer
+
+    async def _settle(self, response: DeploymentResponse, undo: Undo) -> None:
+        """Free what a cancelled call leaves behind that ended before the cancellation reached it."""
+        try:
+            async with self._boundary(_RELEASE_TIMEOUT_S):
+                answer = await response
+            await undo(answer)
+        except TriptychError as error:
+            logger.debug("nothing to undo in %s: %s", self._name, error)
 
     @asynccontextmanager
     async def _boundary(self, timeout_s: float | None) -> AsyncIterator[None]:
@@ -105,8 +126,14 @@ class EncodeHandle(StageHandle):
         self._release = handle.options(method_name="release")
 
     async def encode(self, request: EncodeRequest) -> EncodeResult:
+        async def undo(answer: bytes) -> None:
+            ref = decode(EncodeResult, answer).ref
+            if ref is not None:
+                await self.release([ref])
+
         handle = self._encode.options(session_id=request.feature.identifier)
-        return decode(EncodeResult, await self._call(handle, encode(request), timeout_s=request.timeout_s))
+        answer = await self._call(handle, encode(request), timeout_s=request.timeout_s, undo=undo)
+        return decode(EncodeResult, answer)
 
     async def release(self, refs: Sequence[EncodingRef]) -> None:
         """Each goes where its item's encode calls go, which is nearly always the replica that announced it."""
@@ -119,21 +146,39 @@ class EncodeHandle(StageHandle):
 
 
 class PrefillHandle(StageHandle):
-    """The prefill stage."""
+    """The prefill stage.
 
-    def __init__(self, handle: DeploymentHandle) -> None:
+    Args:
+        handle: Its deployment.
+        reject: Returns a hand-off that nobody will read; decode's engines do that.
+    """
+
+    def __init__(self, handle: DeploymentHandle, reject: Callable[[str, KVHandoff], Awaitable[None]]) -> None:
         super().__init__("prefill", handle)
+        self._reject = reject
         self._resolve = handle.options(method_name="resolve")
         self._prefill = handle.options(method_name="prefill")
         self._release = handle.options(method_name="release")
 
     async def resolve(self, request: ResolveRequest) -> ResolveResult:
+        async def undo(answer: bytes) -> None:
+            refs = [item.ref for item in decode(ResolveResult, answer).items if item.ref is not None]
+            if refs:
+                await self.release(refs, request.affinity)
+
         handle = self._resolve.options(session_id=request.affinity)
-        return decode(ResolveResult, await self._call(handle, encode(request), timeout_s=None))
+        return decode(ResolveResult, await self._call(handle, encode(request), timeout_s=None, undo=undo))
 
     async def prefill(self, request: PrefillRequest) -> PrefillResult:
+        async def undo(answer: bytes) -> None:
+            result = decode(PrefillResult, answer)
+            await self._reject(request.request_id, result.handoff)
+            if result.refs:
+                await self.release(list(result.refs.values()), request.affinity)
+
         handle = self._prefill.options(session_id=request.affinity)
-        return decode(PrefillResult, await self._call(handle, encode(request), timeout_s=request.timeout_s))
+        answer = await self._call(handle, encode(request), timeout_s=request.timeout_s, undo=undo)
+        return decode(PrefillResult, answer)
 
     async def release(self, refs: Sequence[EncodingRef], affinity: str) -> None:
         handle = self._release.options(session_id=affinity)
