@@ -180,7 +180,7 @@ def _make_pipeline(
 
     tracer = spans_to(config.tracing.otlp_endpoint, config.tracing.protocol).get_tracer("triptych")
     encoder = EncodeHandle(stages[Role.ENCODE])
-    decoder = DecodeHandle(stages[Role.DECODE])
+    decoder = DecodeHandle(stages[Role.DECODE], model.decode.max_queued_requests)
     prefiller = PrefillHandle(stages[Role.PREFILL], decoder.reject)
     pipeline = Pipeline(
         encoder,

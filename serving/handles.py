@@ -186,19 +186,32 @@ class PrefillHandle(StageHandle):
 
 
 class DecodeHandle(StageHandle):
-    """The decode stage."""
+    """The decode stage.
 
-    def __init__(self, handle: DeploymentHandle) -> None:
+    Args:
+        handle: Its deployment.
+        max_queued: Calls of this process that Serve lets wait for a replica; one more is refused.
+    """
+
+    def __init__(self, handle: DeploymentHandle, max_queued: int) -> None:
         super().__init__("decode", handle)
+        self._pressed_from = max_queued / 2
+        self._waiting = 0
         self._decode = handle.options(method_name="decode", stream=True)
         self._reject = handle.options(method_name="reject")
+
+    @property
+    def is_pressed(self) -> bool:
+        """Early, since those that a replica works on without an answer yet cannot be told from those that wait."""
+        return self._waiting >= self._pressed_from
 
     async def decode(self, request: DecodeRequest) -> AsyncGenerator[DecodeChunk, None]:
         deadline = None if request.timeout_s is None else time.monotonic() + request.timeout_s
         data_out = encode(request)
         HOP_BYTES.labels("decode").inc(len(data_out))
         stream = self._decode.remote(data_out)
-        finished = False
+        self._waiting += 1
+        waits, finished = True, False
         try:
             while not finished:
                 remaining_s = None if deadline is None else deadline - time.monotonic()
@@ -207,9 +220,13 @@ class DecodeHandle(StageHandle):
                 if data is None:
                     raise EngineFault("decode ended its stream without finishing the request")
                 chunk = decode(DecodeChunk, data)
+                if waits:
+                    waits = False
+                    self._waiting -= 1
                 finished = chunk.finished
                 yield chunk
         finally:
+            self._waiting -= waits
             if not finished:
                 stream.cancel()
 

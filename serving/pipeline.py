@@ -102,7 +102,7 @@ class Pipeline:
                     async with aclosing(self._answer(light, prefilled, attempts, trace, progress, deadline)) as chunks:
                         async for chunk in chunks:
                             if not progress.has_begun:
-                                early = prefilled.result.first is not None
+                                early = chunk is prefilled.result.first
                                 self._metrics.first_token(self._clock() - began_at, early=early)
                                 trace.event("first_token", early=early)
                                 yield prefilled.report
@@ -157,9 +157,10 @@ class Pipeline:
         continuation = self._continue_from(request, answered, progress.text) if answered else None
         async with AsyncExitStack() as unread:
             unread.push_async_callback(self._reject, request, prefilled.result)
-            if prefilled.result.first is not None:
-                yield prefilled.result.first
-                if prefilled.result.first.finished:
+            first = self._early(prefilled)
+            if first is not None:
+                yield first
+                if first.finished:
                     return
             remaining_s = prefilled.deadline - self._clock()
             if remaining_s <= 0:
@@ -187,6 +188,11 @@ class Pipeline:
                         yield said
                         if said.finished:
                             return
+
+    def _early(self, prefilled: Prefilled) -> DecodeChunk | None:
+        """Prefill's token, if it may begin the answer: not while decode might refuse, or that would come too late."""
+        first = prefilled.result.first
+        return first if first is not None and (first.finished or not self._decoder.is_pressed) else None
 
     async def _reject(self, request: PipelineRequest, result: PrefillResult) -> None:
         """Free prefill's blocks and announcements. Shielded: the caller is often being cancelled."""

@@ -105,6 +105,10 @@ class Prefiller(Protocol):
 
 
 class Decoder(Protocol):
+    @property
+    def is_pressed(self) -> bool:
+        """Whether a call might be refused because too many wait already."""
+
     def decode(self, request: DecodeRequest) -> AsyncGenerator[DecodeChunk, None]: ...
 
     async def reject(self, request_id: str, handoff: KVHandoff) -> None: ...

@@ -121,6 +121,7 @@ class FakeDecoder:
         failures: Raised before the first chunk, one a call.
         losses: For each call the number of chunks after which it dies, until they are used up.
         on_loss: Called when it dies.
+        is_pressed: What it says of its queue.
     """
 
     def __init__(self, chunks: int = 2) -> None:
@@ -130,6 +131,7 @@ class FakeDecoder:
         self.failures: list[TriptychError] = []
         self.losses: list[int] = []
         self.on_loss: Callable[[], object] = lambda: None
+        self.is_pressed = False
         self.chunks = chunks
 
     async def decode(self, request: DecodeRequest) -> AsyncGenerator[DecodeChunk, None]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from serving.errors import EncodingUnavailable, EngineFault, HandoffExpired, StageUnavailable
+from serving.errors import EncodingUnavailable, EngineFault, HandoffExpired, Overloaded, StageUnavailable
 from serving.protocol import DecodeChunk, Feature, Tensors
 from serving.stages import Report
 from tests.unit.serving.pipeline_fakes import GRID, Stages, image, request
@@ -52,6 +52,17 @@ async def test_an_answer_of_one_token_never_reaches_decode_and_its_blocks_are_re
     assert stages.decoder.requests == []
     assert len(stages.decoder.rejected) == 1
     assert stages.prefiller.released == ["a"]
+
+
+async def test_a_decode_stage_that_may_refuse_is_asked_before_the_answer_begins() -> None:
+    stages = Stages()
+    stages.prefiller.first, stages.decoder.is_pressed = FIRST, True
+    stages.decoder.failures = [Overloaded("full")]
+    with pytest.raises(Overloaded):
+        await anext(stages.pipeline.generate(request(can_resume=True)))
+    _, chunks = await stages.run(request(can_resume=True))
+    assert texts(chunks) == ["w0", "w1"]
+    assert stages.decoder.requests[1].num_answered == 0
 
 
 async def test_a_request_that_cannot_resume_does_not_ask_for_the_token() -> None:
