@@ -37,11 +37,14 @@ class StageStats:
         return stats
 
     def held(self) -> dict[str, float]:
-        """What requests hold in the stages, where it is not nothing: engine requests, pins and leases of encodings."""
+        """What requests hold in the stages, where it is not nothing: engine requests, and leases of encodings.
+
+        Pins are left out: an engine's own view of an encoding holds one for as long as vLLM's cache has the item.
+        """
         return {
             f"{stage}.{name}": stats[name]
             for stage, stats in self.ask().items()
-            for name in ("requests", "open_pins", "open_leases")
+            for name in ("requests", "open_leases")
             if stats[name]
         }
 
