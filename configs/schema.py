@@ -18,6 +18,7 @@ from configs.cluster import ClusterConfig, EncodingTransferConfig, MediaConfig
 from configs.messages import describe
 from configs.models import AdmissionConfig, ModalityLimits, ModelConfig, Requirement
 from configs.stages import Autoscaling, DeploymentConfig, IngressConfig, PrefillConfig, StageConfig
+from configs.tracing import TracingConfig
 
 __all__ = [
     "AdmissionConfig",
@@ -34,6 +35,7 @@ __all__ = [
     "PrefillConfig",
     "Requirement",
     "StageConfig",
+    "TracingConfig",
     "describe",
     "load",
     "read_yaml",
@@ -50,6 +52,7 @@ class PipelineConfig(Frozen):
     ingress: IngressConfig = Field(IngressConfig(), description="The HTTP front that all models share.")
     cluster: ClusterConfig = Field(ClusterConfig(), description="Addresses, trust and leases.")
     media: MediaConfig = Field(MediaConfig(), description="What is fetched and decoded for clients.")
+    tracing: TracingConfig = Field(TracingConfig(), description="Where spans of requests go.")
 
     @model_validator(mode="after")
     def _models_differ(self) -> Self:
@@ -116,6 +119,8 @@ def replica_environment(config: PipelineConfig) -> dict[str, str]:
         "VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB": str(config.media.max_download_bytes >> 20),
         "VLLM_MAX_IMAGE_PIXELS": str(config.media.max_image_pixels),
     }
+    if config.tracing.otlp_endpoint is not None:
+        environment["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] = config.tracing.protocol
     if all(model.is_local for model in config.models):
         environment["HF_HUB_OFFLINE"] = "1"
     if any(model.device == "cpu" for model in config.models):

@@ -52,7 +52,9 @@ class DeploymentConfig(Frozen):
         {}, description="Custom Ray resources that a replica's node must offer, such as `prefill: 1`: places stages."
     )
     max_ongoing_requests: Count = Field(
-        64, description="Requests that one replica works on at a time; more wait in the caller's queue."
+        64,
+        description="Requests that one replica works on at a time; more wait in the caller's queue. Decode takes no "
+        "more than its `max_num_seqs`.",
     )
     max_queued_requests: Count = Field(
         256, description="Requests that wait per caller before more are answered 503: queues are bounded."

@@ -37,14 +37,13 @@ class DecodeServer:
             HandoffExpired: The hand-off's deadline passed on the way here. Nothing was read: prefill again.
             TriptychError: The engine failed the request.
         """
-        arrived_at = time.monotonic()
         request = decode(DecodeRequest, data)
         refs = {
             name: ref for name, ref in request.refs.items() if self._signer.verify(ref, cache_salt=request.cache_salt)
         }
         prompt = to_engine_input(request.token_ids, request.features, request.cache_salt)
         sampling = _decode_sampling(request, transfer_params(refs))
-        if time.monotonic() - arrived_at >= request.handoff_remaining_s:
+        if time.time() >= request.handoff_expires_at:
             raise HandoffExpired("prefill's lease ended before decode could read its KV blocks")
         stream = self._engine.run(
             prompt,
@@ -53,6 +52,7 @@ class DecodeServer:
             priority=request.priority,
             reasoning_ended=request.reasoning_ended,
             reasoning_parser_kwargs=request.reasoning_parser_kwargs,
+            trace_headers=request.trace_headers,
         )
         async with aclosing(stream) as outputs:
             async for output in outputs:
@@ -74,9 +74,15 @@ def _decode_sampling(request: DecodeRequest, ec_params: dict[str, Any]) -> Sampl
     """The client's parameters without what prefill has already answered.
 
     `skip_reading_prefix_cache` follows from `prompt_logprobs` and survives clone; left set, decode would compute
-    the whole prompt again.
+    the whole prompt again. What has been answered already counts against the limits.
     """
     sampling = decode_sampling(request.sampling)
+    if sampling.max_tokens is not None:
+        sampling.max_tokens -= request.num_answered
+    sampling.min_tokens = max(sampling.min_tokens - request.num_answered, 0)
+    if request.tokens_only:
+        sampling.stop = []
+        sampling.detokenize = False
     sampling.prompt_logprobs = None
     sampling.skip_reading_prefix_cache = None
     sampling.n = 1

@@ -102,7 +102,9 @@ class EncoderServer:
         started_at = time.monotonic()
         prompt = to_engine_input(request.token_ids, (feature,), request.cache_salt)
         sampling = SamplingParams(max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
-        output = await self._engine.run_to_end(prompt, sampling, request.request_id)
+        output = await self._engine.run_to_end(
+            prompt, sampling, request.request_id, trace_headers=request.trace_headers
+        )
         announced = (output.ec_transfer_params or {}).get(feature.identifier)
         if announced is None or announced["ref"] is None:
             raise EngineFault("the encoder finished without publishing the item", hashes=[feature.identifier])

@@ -11,6 +11,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from prefill.admission import Admission, Admitted, Decision
+from prefill.first_token import first_chunk, hands_over_whole_prompts, prefill_token_counts
 from prefill.receiver_cache import ReceiverCache
 from serving.engine import Engine, EngineSettings, to_ref, transfer_params, wire_logprobs
 from serving.engine_input import decode_sampling, to_engine_input
@@ -63,6 +64,8 @@ class PrefillServer:
         self._check = make_check(self._engine)
         self._cache = ReceiverCache(settings.model.prefill.receiver_cache_bytes)
         self._lease_s = settings.cluster.kv_lease_s
+        config = self._engine.llm.vllm_config
+        self._block_size = config.cache_config.block_size if hands_over_whole_prompts(config.model_config) else None
 
     async def check_health(self) -> None:
         await self._engine.check_health()
@@ -108,14 +111,18 @@ class PrefillServer:
             if feature.payload is not None:
                 self._cache.put(tenant, feature.identifier, feature.payload)
         followed = {name: ref for name, ref in admission.refs.items() if name not in _with_tensors(features)}
+        asked = decode_sampling(request.sampling)
+        counts = request.wants_first and prefill_token_counts(asked, len(request.token_ids), self._block_size)
         started_at = time.monotonic()
         output = await self._engine.run_to_end(
             to_engine_input(request.token_ids, features, request.cache_salt),
-            _prefill_sampling(request, transfer_params(followed)),
+            _prefill_sampling(asked, transfer_params(followed), token_counts=counts),
             request.request_id,
             priority=request.priority,
+            trace_headers=request.trace_headers,
         )
-        return encode(self._result(request, features, output, time.monotonic() - started_at))
+        result = self._result(request, features, output, time.monotonic() - started_at)
+        return encode(msgspec.structs.replace(result, first=first_chunk(output, asked)) if counts else result)
 
     async def release(self, *leases: str) -> None:
         """Drop the pins of announcements that nobody will read; leases of other replicas are ignored."""
@@ -175,17 +182,19 @@ def _report(feature: Feature, entry: dict[str, Any] | None, output: RequestOutpu
     return ItemReport(feature.identifier, _PROVENANCE[entry["source"]], entry["transfer_s"])
 
 
-def _prefill_sampling(request: PrefillRequest, ec_params: dict[str, Any]) -> SamplingParams:
-    """One token of the client's sampling: prefill's own answer is not used, only its KV blocks and prompt logprobs."""
-    sampling = decode_sampling(request.sampling)
+def _prefill_sampling(asked: SamplingParams, ec_params: dict[str, Any], *, token_counts: bool) -> SamplingParams:
+    """One token of the client's sampling. Of prefill's answer only KV blocks and prompt logprobs are used, unless its
+    token counts: then what may end the answer at that token stays."""
+    sampling = asked.clone()
     sampling.max_tokens = 1
     sampling.min_tokens = 0
     sampling.n = 1
     sampling.stop = []
-    sampling.stop_token_ids = []
     sampling.logprobs = None
     sampling.structured_outputs = None
-    sampling.detokenize = sampling.prompt_logprobs is not None
+    if not token_counts:
+        sampling.stop_token_ids = []
+        sampling.detokenize = sampling.prompt_logprobs is not None
     sampling.output_kind = RequestOutputKind.FINAL_ONLY
     extra = dict(sampling.extra_args or {})
     extra["kv_transfer_params"] = {"do_remote_decode": True, "do_remote_prefill": False}

@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,9 +23,10 @@ from encoders.server import CheckItem, EncoderServer
 from prefill.admission import Admission, FeatureRequirement, check
 from prefill.derive import requirement_of
 from prefill.server import CheckRequest, PrefillServer
+from serving.continuation import TextContinuation
 from serving.engine import Engine, EngineSettings, Role
 from serving.engine_input import traits_of
-from serving.errors import StageUnavailable
+from serving.exporting import spans_to
 from serving.handles import DecodeHandle, EncodeHandle, PrefillHandle
 from serving.ingress import Ingress, MediaLimits, ServedPipeline
 from serving.limits import Limits
@@ -37,11 +37,10 @@ from serving.references import ReferenceSigner
 from serving.render import FrontModel, ModelFront
 from serving.routers import BoundedAffinityRouter
 from serving.stages import PipelineRequest
+from serving.tracing import RequestTrace
 from serving.traits import ModelTraits
 
-_HEALTH_TIMEOUT_S = 5.0
 _FALLBACK_REPLICAS = 7
-_LAST_WORDS_S = 0.5
 
 
 def build(args: Mapping[str, Any]) -> serve.Application:
@@ -86,7 +85,10 @@ def _deployment(
     server: type, role: Role, model: ModelConfig, stage: StageConfig, environment: Mapping[str, str]
 ) -> serve.Deployment:
     options = _options(stage, stage.stage_options(), environment)
-    if role is not Role.DECODE:
+    if role is Role.DECODE:
+        # More would wait inside the engine, where neither other replicas nor the bounded queue could take them.
+        options["max_ongoing_requests"] = min(stage.max_ongoing_requests, stage.max_num_seqs)
+    else:
         options["request_router_config"] = RequestRouterConfig(
             request_router_class=BoundedAffinityRouter,
             request_router_kwargs={"num_fallback_replicas": _FALLBACK_REPLICAS},
@@ -126,12 +128,20 @@ def _front_model(model: ModelConfig, config: PipelineConfig) -> FrontModel:
 def _engine_settings(role: Role, model: ModelConfig, config: PipelineConfig, secret: bytes) -> EngineSettings:
     advertised = config.cluster.advertise_host
     host = ray.util.get_node_ip_address() if advertised == "auto" else advertised
-    return EngineSettings(role, model, config.cluster, secret, host, on_death=_end_replica)
+    return EngineSettings(
+        role,
+        model,
+        config.cluster,
+        secret,
+        host,
+        on_death=_end_replica,
+        traces_endpoint=config.tracing.otlp_endpoint,
+    )
 
 
 def _end_replica() -> None:
-    """End this replica's process, after its last answers have left."""
-    asyncio.get_running_loop().call_later(_LAST_WORDS_S, os._exit, 1)
+    """End this process at once: a dead engine looks idle, and routers would send it all that is tried again."""
+    os._exit(1)
 
 
 def _make_signer(config: PipelineConfig, secret: bytes) -> ReferenceSigner:
@@ -168,33 +178,27 @@ def _make_pipeline(
             rendered=request.rendered,
         )
 
+    tracer = spans_to(config.tracing.otlp_endpoint, config.tracing.protocol).get_tracer("triptych")
+    encoder = EncodeHandle(stages[Role.ENCODE])
+    decoder = DecodeHandle(stages[Role.DECODE], model.decode.max_queued_requests)
+    prefiller = PrefillHandle(stages[Role.PREFILL], decoder.reject)
     pipeline = Pipeline(
-        EncodeHandle(stages[Role.ENCODE]),
-        PrefillHandle(stages[Role.PREFILL]),
-        DecodeHandle(stages[Role.DECODE]),
+        encoder,
+        prefiller,
+        decoder,
         check=admit,
+        continue_from=partial(TextContinuation, front.renderer.tokenizer),
         limits=Limits(config.ingress.max_ongoing_requests, config.ingress.max_queued_requests),
         metrics=PipelineMetrics(model.served_name),
+        trace=lambda request: RequestTrace(tracer, request.trace_headers, request.request_id, model.served_name),
         handoff_margin_s=config.cluster.handoff_margin_s,
     )
-    return ServedPipeline(
-        pipeline, _stage_check(stages), lambda ref, cache_salt: signer.verify(ref, cache_salt=cache_salt)
-    )
 
-
-def _stage_check(stages: Mapping[Role, DeploymentHandle]) -> Callable[[], Awaitable[None]]:
     async def check_stages() -> None:
-        """Ask one replica of every stage. A stage without live replicas answers nobody, hence the timeout."""
-        for role, handle in stages.items():
-            response = handle.options(method_name="check_health").remote()
-            try:
-                async with asyncio.timeout(_HEALTH_TIMEOUT_S):
-                    await response
-            except TimeoutError:
-                response.cancel()
-                raise StageUnavailable(f"no replica of {role} answers") from None
+        for stage in (encoder, prefiller, decoder):
+            await stage.check_health()
 
-    return check_stages
+    return ServedPipeline(pipeline, check_stages, lambda ref, cache_salt: signer.verify(ref, cache_salt=cache_salt))
 
 
 def _make_item_check(model: ModelConfig, engine: Engine) -> CheckItem:

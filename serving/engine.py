@@ -62,6 +62,7 @@ class EngineSettings(msgspec.Struct, frozen=True):
     Args:
         secret: The cluster secret.
         host: This node's address.
+        traces_endpoint: Where the engine sends its spans; None makes none.
         on_death: Called once when the engine is found dead. A replica ends its process there: Serve then replaces it at
             once, instead of after several failed health checks.
     """
@@ -72,6 +73,7 @@ class EngineSettings(msgspec.Struct, frozen=True):
     secret: bytes
     host: str
     on_death: Callable[[], None] = lambda: None
+    traces_endpoint: str | None = None
 
     @property
     def stage(self) -> StageConfig:
@@ -142,6 +144,7 @@ class Engine:
         priority: int = 0,
         reasoning_ended: bool | None = None,
         reasoning_parser_kwargs: dict[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream the engine's outputs. Closing the generator aborts the request.
 
@@ -156,6 +159,7 @@ class Engine:
                 priority=priority,
                 reasoning_ended=reasoning_ended,
                 reasoning_parser_kwargs=reasoning_parser_kwargs,
+                trace_headers=trace_headers,
             )
             async with aclosing(stream) as outputs:
                 async for output in outputs:
@@ -170,11 +174,18 @@ class Engine:
             raise InvalidRequest(str(error)) from error
 
     async def run_to_end(
-        self, prompt: EngineInput, sampling: SamplingParams, request_id: str, *, priority: int = 0
+        self,
+        prompt: EngineInput,
+        sampling: SamplingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> RequestOutput:
         """The last output of a request."""
         last: RequestOutput | None = None
-        async with aclosing(self.run(prompt, sampling, request_id, priority=priority)) as outputs:
+        stream = self.run(prompt, sampling, request_id, priority=priority, trace_headers=trace_headers)
+        async with aclosing(stream) as outputs:
             async for output in outputs:
                 last = output
         if last is None:
@@ -192,9 +203,9 @@ class Engine:
             await self._rpc("ec_release", list(leases))
 
     async def stats(self) -> dict[str, float]:
-        """The connector's counters and gauges on rank 0."""
+        """The connector's counters and gauges on rank 0, and `requests`: those that the engine has not finished."""
         stats: dict[str, float] = await self._rpc("ec_stats")
-        return stats
+        return stats | {"requests": self._llm.output_processor.get_num_unfinished_requests()}
 
     async def reject(self, request_id: str, kv_transfer_params: dict[str, Any]) -> None:
         """Let prefill free blocks that this engine was to read and will not."""
@@ -285,6 +296,7 @@ def _engine_args(settings: EngineSettings, control_port: int) -> AsyncEngineArgs
         "mm_processor_cache_gb": 0,
         "worker_extension_cls": _WORKER_EXTENSION,
         "disable_log_stats": False,
+        "otlp_traces_endpoint": settings.traces_endpoint,
         "ec_transfer_config": _ec_config(settings, control_port),
     }
     if role in _KV_ROLES:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from contextlib import aclosing
 from typing import Any, Protocol
@@ -18,11 +17,12 @@ from vllm.exceptions import VLLMClientError, VLLMValidationError
 from vllm.inputs import EngineInput
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
-from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.sampling_params import SamplingParams
 
+from serving.answering import RenderedItems, one_for_each_answer
 from serving.client_refs import client_refs
 from serving.engine_controls import NoEngineControls
-from serving.engine_input import encode_sampling, features_of
+from serving.engine_input import features_of
 from serving.errors import (
     DuplicateRequest,
     EngineFault,
@@ -115,6 +115,7 @@ class PipelineClient(NoEngineControls):
             data_parallel_rank=data_parallel_rank,
             reasoning_ended=reasoning_ended,
             reasoning_parser_kwargs=reasoning_parser_kwargs,
+            trace_headers=trace_headers,
             client_named=exchange is not None and exchange.path.endswith(TOKEN_IN_ROUTE),
         )
         return gated(outputs, None if exchange is None else exchange.begin())
@@ -130,6 +131,7 @@ class PipelineClient(NoEngineControls):
         data_parallel_rank: int | None = None,
         reasoning_ended: bool | None = None,
         reasoning_parser_kwargs: dict[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
         client_named: bool = False,
     ) -> AsyncGenerator[Report | RequestOutput, None]:
         """Yield one `Report`, then outputs of the kind that `sampling_params` asks for.
@@ -155,10 +157,12 @@ class PipelineClient(NoEngineControls):
                 priority=priority,
                 reasoning_ended=reasoning_ended,
                 reasoning_parser_kwargs=reasoning_parser_kwargs,
+                trace_headers=trace_headers,
             )
             for request in requests
         ]
         answer = Answer(request_id, prompt["prompt_token_ids"], sampling_params.output_kind, len(requests))
+        del prompt  # its pixels would stay for as long as the answer is written
         stop = self._active[request_id] = asyncio.Event()
         try:
             async with aclosing(self._stream(requests, answer, stop)) as outputs:
@@ -195,14 +199,18 @@ class PipelineClient(NoEngineControls):
             cache_salt=cache_salt,
             timeout_s=self._timeout_s,
             rendered=not client_named,
+            # What a client named itself it has sent itself: no cache of ours keeps it.
+            recall=None if client_named else RenderedItems(prompt, self._front.metadata_fields),
         )
-        return _one_for_each_answer(template, params), renamed
+        return one_for_each_answer(template, params), renamed
 
     async def _stream(
         self, requests: list[PipelineRequest], answer: Answer, stop: asyncio.Event
     ) -> AsyncGenerator[Report | RequestOutput, None]:
+        """The outputs. Takes the requests out of the list, so that nobody but the pipeline holds them."""
         reported = False
-        streams = fan_out(lambda index: self._pipeline.generate(requests[index]), len(requests), stop)
+        count = len(requests)
+        streams = fan_out(lambda index: self._pipeline.generate(requests.pop(0)), count, stop)
         async with aclosing(streams) as chunks:
             async for index, chunk in chunks:
                 if isinstance(chunk, Report):
@@ -267,28 +275,3 @@ class PipelineClient(NoEngineControls):
     @property
     def dead_error(self) -> BaseException:
         return StageUnavailable("a stage has no live replica")
-
-
-def _one_for_each_answer(template: PipelineRequest, params: SamplingParams) -> list[PipelineRequest]:
-    """A request for each of the `n` answers, with the seeds that vLLM's own `ParentRequest` sets.
-
-    Ids get a random part: two ingress processes may be given the same one by their clients.
-    """
-    count, seed = params.n, params.seed
-    params.n = 1
-    if count > 1 or params.output_kind is RequestOutputKind.CUMULATIVE:
-        params.output_kind = RequestOutputKind.DELTA
-    unique = secrets.token_hex(4)
-    requests = []
-    for index in range(count):
-        if seed is not None:
-            params.seed = seed + index
-        prefix = f"{index}_" if count > 1 else ""
-        requests.append(
-            msgspec.structs.replace(
-                template,
-                request_id=f"{prefix}{template.request_id}-{unique}",
-                sampling=encode_sampling(params),
-            )
-        )
-    return requests

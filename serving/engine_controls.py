@@ -49,7 +49,8 @@ class NoEngineControls(EngineClient):  # type: ignore[misc]
         raise Unsupported("stages are scaled, not paused")
 
     async def is_tracing_enabled(self) -> bool:
-        return False
+        """Always: callers' trace context goes along to whoever makes spans."""
+        return True
 
     async def do_log_stats(self) -> None:
         """Nothing to log: the engines are in other processes."""

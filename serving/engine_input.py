@@ -200,6 +200,27 @@ def decode_sampling(data: bytes) -> SamplingParams:
         raise InvalidRequest(f"sampling parameters: {error}", param="sampling_params") from error
 
 
+def remembers_answer(sampling: SamplingParams) -> bool:
+    """Whether a step's sampling depends on more than the tokens before it, or its output on the steps before it.
+
+    Such an answer cannot be continued by an engine that takes its beginning for a part of the prompt.
+    """
+    return bool(
+        sampling.presence_penalty
+        or sampling.frequency_penalty
+        or sampling.repetition_penalty != 1
+        or sampling.logprobs is not None
+        or sampling.prompt_logprobs is not None
+        or sampling.logprob_token_ids
+        or sampling.prompt_logprob_token_ids is not None
+        or sampling.structured_outputs is not None
+        or sampling.bad_words
+        or sampling.thinking_token_budget is not None
+        or sampling.repetition_detection is not None
+        or sampling.trace_decode_token_ids
+    )
+
+
 def traits_of(model_config: ModelConfig) -> ModelTraits:
     """What admission must know of a model. Creates its processor once: takes up to seconds."""
     resolver = PlaceholderMetadataResolver(model_config)

@@ -227,8 +227,8 @@ def error_response(path: str, error: TriptychError) -> tuple[int, Headers, bytes
     """Status, headers and body that tell `error` to a client of `path`."""
     body = json.dumps(_body(path, error)).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    if error.retry_after_s is not None:
-        headers.append((b"retry-after", str(max(1, round(error.retry_after_s))).encode()))
+    if error.retry_after_s is not None or error.http_status in _RETRYABLE:
+        headers.append((b"retry-after", str(max(1, round(error.retry_after_s or 0.0))).encode()))
     return error.http_status, headers, body
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -19,6 +19,7 @@ from vllm.entrypoints.serve.utils.api_utils import with_cancellation
 from vllm.inputs import EngineInput
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.tracing import extract_trace_headers
 
 from serving.client_refs import EC_PARAMS
 from serving.engine_client import PipelineClient
@@ -56,9 +57,14 @@ class GenerateService:
         self._prompts = prompts
         self._client = client
 
-    async def complete(self, request: GenerateRequest, generation: Generation | None = None) -> GenerateResponse:
+    async def complete(
+        self,
+        request: GenerateRequest,
+        generation: Generation | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+    ) -> GenerateResponse:
         """The whole answer. As `stream` otherwise."""
-        async with aclosing(self.stream(request, generation)) as events:
+        async with aclosing(self.stream(request, generation, trace_headers)) as events:
             answer = [event async for event in events]
         last = answer[-1]
         if not isinstance(last, GenerateResponse):
@@ -72,13 +78,17 @@ class GenerateService:
         )
 
     async def stream(
-        self, request: GenerateRequest, generation: Generation | None = None
+        self,
+        request: GenerateRequest,
+        generation: Generation | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[GenerateDelta | GenerateResponse, None]:
         """The answer as it comes: deltas, then one `GenerateResponse` that also carries what is known at the end.
 
         Args:
             request: What to answer.
             generation: Told when the first output is there, in time for the response's headers.
+            trace_headers: The caller's trace context.
 
         Raises:
             TriptychError: As the tree in `serving/errors.py` says; before the first event for all that admission
@@ -93,6 +103,7 @@ class GenerateService:
             self._sampling(request, prompt),
             request_id,
             priority=request.priority,
+            trace_headers=trace_headers,
             client_named=request.token_ids is not None,
         )
         progress = _Progress(
@@ -102,6 +113,7 @@ class GenerateService:
             rendered_at,
             tells_refs=request.return_references,
         )
+        del prompt  # its pixels would stay for as long as the answer is written
         async with aclosing(outputs) as stream:
             async for output in stream:
                 if isinstance(output, Report):
@@ -232,10 +244,11 @@ def generate_router(service: GenerateService) -> APIRouter:
     async def generate(request: GenerateRequest, raw_request: Request) -> Response:
         exchange = current_exchange()
         generation = None if exchange is None else exchange.begin()
+        trace_headers = extract_trace_headers(raw_request.headers)
         if request.stream:
-            events = _server_sent(service.stream(request, generation), generation)
+            events = _server_sent(service.stream(request, generation, trace_headers), generation)
             return StreamingResponse(events, media_type="text/event-stream")
-        answer = await service.complete(request, generation)
+        answer = await service.complete(request, generation, trace_headers)
         return Response(answer.model_dump_json(), media_type="application/json")
 
     return router

@@ -7,13 +7,15 @@ turned into the bytes that cross a hop.
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
-from ray.serve.handle import DeploymentHandle
+from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
 from serving.errors import DeadlineExceeded, EngineFault, Overloaded, StageUnavailable, TriptychError
 from serving.metrics import HOP_BYTES
@@ -32,111 +34,204 @@ from serving.protocol import (
     encode,
 )
 
+logger = logging.getLogger(__name__)
+
+Undo = Callable[[bytes], Awaitable[None]]
 _RETRY_AFTER_S = 1.0
 _RELEASE_TIMEOUT_S = 5.0
 """Nobody waits longer to free what a lease frees anyway."""
+_HEALTH_TIMEOUT_S = 5.0
 
 
-class EncodeHandle:
+class StageHandle:
+    """What all stages have in common: one way to call, one translation of errors, one sign of life.
+
+    Args:
+        name: The stage, for messages and metrics.
+        handle: Its deployment.
+    """
+
+    def __init__(self, name: str, handle: DeploymentHandle) -> None:
+        self._name = name
+        self._check = handle.options(method_name="check_health")
+        self._answered_at = -math.inf
+        self._settling: set[asyncio.Task[None]] = set()
+
+    async def check_health(self) -> None:
+        """Whether any replica answers. A stage that has answered lately is not asked: its queue may be full of work.
+
+        Raises:
+            StageUnavailable: None does. A stage without live replicas answers nobody, hence the timeout.
+        """
+        if time.monotonic() - self._answered_at < _HEALTH_TIMEOUT_S:
+            return
+        try:
+            await self._call(self._check, timeout_s=_HEALTH_TIMEOUT_S)
+        except DeadlineExceeded as error:
+            raise StageUnavailable(f"no replica of {self._name} answers", retry_after_s=_RETRY_AFTER_S) from error
+
+    async def _call(
+        self, handle: DeploymentHandle, *args: bytes | str, timeout_s: float | None, undo: Undo | None = None
+    ) -> bytes:
+        """One call. If the caller is cancelled so is the call; `undo` gets its answer if it has ended all the same."""
+        async with self._boundary(timeout_s):
+            HOP_BYTES.labels(self._name).inc(sum(len(arg) for arg in args))
+            response = handle.remote(*args)
+            try:
+                answer: bytes = await response
+            except asyncio.CancelledError:
+                response.cancel()
+                if undo is not None:
+                    task = asyncio.ensure_future(self._settle(response, undo))
+                    self._settling.add(task)
+                    task.add_done_callback(self._settling.discard)
+                raise
+            return answer
+
+    async def _settle(self, response: DeploymentResponse, undo: Undo) -> None:
+        """Free what a cancelled call leaves behind that ended before the cancellation reached it."""
+        try:
+            async with self._boundary(_RELEASE_TIMEOUT_S):
+                answer = await response
+            await undo(answer)
+        except TriptychError as error:
+            logger.debug("nothing to undo in %s: %s", self._name, error)
+
+    @asynccontextmanager
+    async def _boundary(self, timeout_s: float | None) -> AsyncIterator[None]:
+        """Turn what Ray raises into what a client can be told."""
+        stage = self._name
+        try:
+            async with asyncio.timeout(timeout_s):
+                yield
+            self._answered_at = time.monotonic()
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"the request's deadline passed in {stage}") from error
+        except BackPressureError as error:
+            raise Overloaded(f"{stage}'s queue is full", retry_after_s=_RETRY_AFTER_S) from error
+        except (RayActorError, DeploymentUnavailableError) as error:
+            raise StageUnavailable(f"a replica of {stage} is gone", retry_after_s=_RETRY_AFTER_S) from error
+        except (TaskCancelledError, RequestCancelledError) as error:
+            raise StageUnavailable(f"{stage} dropped the request", retry_after_s=_RETRY_AFTER_S) from error
+        except RayTaskError as error:
+            raise _cause(error, stage) from error
+
+
+class EncodeHandle(StageHandle):
     """The encode stage."""
 
     def __init__(self, handle: DeploymentHandle) -> None:
+        super().__init__("encode", handle)
         self._encode = handle.options(method_name="encode")
         self._release = handle.options(method_name="release")
 
     async def encode(self, request: EncodeRequest) -> EncodeResult:
+        async def undo(answer: bytes) -> None:
+            ref = decode(EncodeResult, answer).ref
+            if ref is not None:
+                await self.release([ref])
+
         handle = self._encode.options(session_id=request.feature.identifier)
-        answer = await _call(handle, encode(request), stage="encode", timeout_s=request.timeout_s)
+        answer = await self._call(handle, encode(request), timeout_s=request.timeout_s, undo=undo)
         return decode(EncodeResult, answer)
 
     async def release(self, refs: Sequence[EncodingRef]) -> None:
         """Each goes where its item's encode calls go, which is nearly always the replica that announced it."""
-        for ref in refs:
-            handle = self._release.options(session_id=ref.identifier)
-            await _call(handle, ref.lease, stage="encode", timeout_s=_RELEASE_TIMEOUT_S)
+        handles = [self._release.options(session_id=ref.identifier) for ref in refs]
+        calls = [
+            self._call(handle, ref.lease, timeout_s=_RELEASE_TIMEOUT_S)
+            for handle, ref in zip(handles, refs, strict=True)
+        ]
+        await asyncio.gather(*calls)
 
 
-class PrefillHandle:
-    """The prefill stage."""
+class PrefillHandle(StageHandle):
+    """The prefill stage.
 
-    def __init__(self, handle: DeploymentHandle) -> None:
+    Args:
+        handle: Its deployment.
+        reject: Returns a hand-off that nobody will read; decode's engines do that.
+    """
+
+    def __init__(self, handle: DeploymentHandle, reject: Callable[[str, KVHandoff], Awaitable[None]]) -> None:
+        super().__init__("prefill", handle)
+        self._reject = reject
         self._resolve = handle.options(method_name="resolve")
         self._prefill = handle.options(method_name="prefill")
         self._release = handle.options(method_name="release")
 
     async def resolve(self, request: ResolveRequest) -> ResolveResult:
+        async def undo(answer: bytes) -> None:
+            refs = [item.ref for item in decode(ResolveResult, answer).items if item.ref is not None]
+            if refs:
+                await self.release(refs, request.affinity)
+
         handle = self._resolve.options(session_id=request.affinity)
-        return decode(ResolveResult, await _call(handle, encode(request), stage="prefill", timeout_s=None))
+        return decode(ResolveResult, await self._call(handle, encode(request), timeout_s=None, undo=undo))
 
     async def prefill(self, request: PrefillRequest) -> PrefillResult:
+        async def undo(answer: bytes) -> None:
+            result = decode(PrefillResult, answer)
+            await self._reject(request.request_id, result.handoff)
+            if result.refs:
+                await self.release(list(result.refs.values()), request.affinity)
+
         handle = self._prefill.options(session_id=request.affinity)
-        answer = await _call(handle, encode(request), stage="prefill", timeout_s=request.timeout_s)
+        answer = await self._call(handle, encode(request), timeout_s=request.timeout_s, undo=undo)
         return decode(PrefillResult, answer)
 
     async def release(self, refs: Sequence[EncodingRef], affinity: str) -> None:
         handle = self._release.options(session_id=affinity)
-        await _call(handle, *(ref.lease for ref in refs), stage="prefill", timeout_s=_RELEASE_TIMEOUT_S)
+        await self._call(handle, *(ref.lease for ref in refs), timeout_s=_RELEASE_TIMEOUT_S)
 
 
-class DecodeHandle:
-    """The decode stage."""
+class DecodeHandle(StageHandle):
+    """The decode stage.
 
-    def __init__(self, handle: DeploymentHandle) -> None:
+    Args:
+        handle: Its deployment.
+        max_queued: Calls of this process that Serve lets wait for a replica; one more is refused.
+    """
+
+    def __init__(self, handle: DeploymentHandle, max_queued: int) -> None:
+        super().__init__("decode", handle)
+        self._pressed_from = max_queued / 2
+        self._waiting = 0
         self._decode = handle.options(method_name="decode", stream=True)
         self._reject = handle.options(method_name="reject")
+
+    @property
+    def is_pressed(self) -> bool:
+        """Early, since those that a replica works on without an answer yet cannot be told from those that wait."""
+        return self._waiting >= self._pressed_from
 
     async def decode(self, request: DecodeRequest) -> AsyncGenerator[DecodeChunk, None]:
         deadline = None if request.timeout_s is None else time.monotonic() + request.timeout_s
         data_out = encode(request)
         HOP_BYTES.labels("decode").inc(len(data_out))
         stream = self._decode.remote(data_out)
-        finished = False
+        self._waiting += 1
+        waits, finished = True, False
         try:
             while not finished:
                 remaining_s = None if deadline is None else deadline - time.monotonic()
-                async with _boundary("decode", remaining_s):  # not around the yield: the consumer may change tasks
+                async with self._boundary(remaining_s):  # not around the yield: the consumer may change tasks
                     data = await anext(stream, None)
                 if data is None:
                     raise EngineFault("decode ended its stream without finishing the request")
                 chunk = decode(DecodeChunk, data)
+                if waits:
+                    waits = False
+                    self._waiting -= 1
                 finished = chunk.finished
                 yield chunk
         finally:
+            self._waiting -= waits
             if not finished:
                 stream.cancel()
 
     async def reject(self, request_id: str, handoff: KVHandoff) -> None:
-        await _call(self._reject, request_id, encode(handoff), stage="decode", timeout_s=None)
-
-
-async def _call(handle: DeploymentHandle, *args: bytes | str, stage: str, timeout_s: float | None) -> bytes:
-    async with _boundary(stage, timeout_s):
-        HOP_BYTES.labels(stage).inc(sum(len(arg) for arg in args))
-        response = handle.remote(*args)
-        try:
-            answer: bytes = await response
-            return answer
-        except asyncio.CancelledError:
-            response.cancel()
-            raise
-
-
-@asynccontextmanager
-async def _boundary(stage: str, timeout_s: float | None) -> AsyncIterator[None]:
-    """Turn what Ray raises into what a client can be told."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            yield
-    except TimeoutError as error:
-        raise DeadlineExceeded(f"the request's deadline passed in {stage}") from error
-    except BackPressureError as error:
-        raise Overloaded(f"{stage}'s queue is full", retry_after_s=_RETRY_AFTER_S) from error
-    except (RayActorError, DeploymentUnavailableError) as error:
-        raise StageUnavailable(f"a replica of {stage} is gone", retry_after_s=_RETRY_AFTER_S) from error
-    except (TaskCancelledError, RequestCancelledError) as error:
-        raise StageUnavailable(f"{stage} dropped the request", retry_after_s=_RETRY_AFTER_S) from error
-    except RayTaskError as error:
-        raise _cause(error, stage) from error
+        await self._call(self._reject, request_id, encode(handoff), timeout_s=_RELEASE_TIMEOUT_S)
 
 
 def _cause(error: RayTaskError, stage: str) -> TriptychError:

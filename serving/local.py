@@ -125,6 +125,11 @@ class LocalPipeline:
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         }
 
+    def states(self) -> State:
+        """What Serve says of each deployment now."""
+        with self._to_ray() as to_ray:
+            return self._states(to_ray)
+
     def log_tail(self, program: str = "serve", lines: int = 40) -> str:
         """The last lines that `serve run` or `ray start` printed, without Ray's dumps of its own state."""
         log = self._directory / f"{program}.log"

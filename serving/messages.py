@@ -32,7 +32,13 @@ class Encoding(msgspec.Struct, frozen=True):
     metadata: dict[str, Any]
 
 
-def encode_request(request: PipelineRequest, feature: Feature, *, timeout_s: float | None) -> EncodeRequest:
+def encode_request(
+    request: PipelineRequest,
+    feature: Feature,
+    *,
+    timeout_s: float | None,
+    trace_headers: dict[str, str] | None = None,
+) -> EncodeRequest:
     """One item's own little prompt: its placeholder run and one token either side, offsets made relative.
 
     The neighbours keep the run away from the prompt's edges, where vLLM treats the last token specially.
@@ -46,6 +52,7 @@ def encode_request(request: PipelineRequest, feature: Feature, *, timeout_s: flo
         feature=msgspec.structs.replace(feature, placeholder=moved),
         cache_salt=request.cache_salt,
         timeout_s=timeout_s,
+        trace_headers=trace_headers,
     )
 
 
@@ -98,42 +105,57 @@ def prefill_request(
     features: Sequence[Feature],
     refs: Mapping[str, EncodingRef],
     *,
+    answered: Sequence[int],
     timeout_s: float | None,
+    trace_headers: dict[str, str] | None,
 ) -> PrefillRequest:
-    """The whole prompt, without pixels. Each try has an id of its own: an engine may still hold an earlier one."""
+    """The whole prompt, without pixels, and what has been answered already.
+
+    Each try has an id of its own: an engine may still hold an earlier one. The first token of an answer that has begun
+    is not wanted early: its text depends on the tokens before it.
+    """
     return PrefillRequest(
         request_id=f"{request.request_id}-p{serial}",
-        token_ids=request.token_ids,
+        token_ids=(*request.token_ids, *answered),
         features=tuple(features),
         refs=dict(refs),
         sampling=request.sampling,
         cache_salt=request.cache_salt,
         priority=request.priority,
         timeout_s=timeout_s,
+        trace_headers=trace_headers,
         affinity=affinity(request),
+        wants_first=request.can_resume and not answered,
     )
 
 
 def decode_request(
     request: PipelineRequest,
+    serial: int,
     features: Sequence[Feature],
     prefilled: PrefillResult,
     *,
-    handoff_remaining_s: float,
+    answered: Sequence[int],
+    tokens_only: bool,
+    handoff_expires_at: float,
     timeout_s: float | None,
+    trace_headers: dict[str, str] | None,
 ) -> DecodeRequest:
     """What decode needs to continue: positions from metadata, encodings by prefill's own references."""
     return DecodeRequest(
-        request_id=request.request_id,
-        token_ids=request.token_ids,
+        request_id=f"{request.request_id}-d{serial}",
+        token_ids=(*request.token_ids, *answered),
         features=without_tensors(features),
         refs=prefilled.refs,
         handoff=prefilled.handoff,
-        handoff_remaining_s=handoff_remaining_s,
+        handoff_expires_at=handoff_expires_at,
         sampling=request.sampling,
         cache_salt=request.cache_salt,
         priority=request.priority,
         reasoning_ended=request.reasoning_ended,
         reasoning_parser_kwargs=request.reasoning_parser_kwargs,
         timeout_s=timeout_s,
+        trace_headers=trace_headers,
+        num_answered=len(answered),
+        tokens_only=tokens_only,
     )

@@ -8,66 +8,21 @@ costs a round trip, never an answer.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from itertools import count
 
-import msgspec
-
-from serving.errors import (
-    ECReferenceRequired,
-    EncodingUnavailable,
-    HandoffExpired,
-    MultiModalCacheMiss,
-    StageUnavailable,
-    TriptychError,
-)
+from serving.errors import HandoffExpired, StageUnavailable, TriptychError
 from serving.limits import Limits
-from serving.messages import (
-    Encoding,
-    affinity,
-    decode_request,
-    encode_request,
-    for_prefill,
-    prefill_request,
-    report_of,
-)
+from serving.messages import affinity, decode_request
 from serving.metrics import PipelineMetrics
-from serving.protocol import (
-    DecodeChunk,
-    EncodeResult,
-    Feature,
-    ItemProvenance,
-    PrefillResult,
-    ResolvedItem,
-    ResolveRequest,
-    Tensors,
-    without_tensors,
-)
-from serving.recent import Recent
-from serving.stages import (
-    Admission,
-    Check,
-    Decoder,
-    Encoder,
-    PipelineRequest,
-    Prefiller,
-    Report,
-)
+from serving.progress import LightAdmission, Progress, lightened
+from serving.prompting import Attempts, Prefilled, Prompting, forgiving
+from serving.protocol import DecodeChunk, PrefillResult
+from serving.stages import Admission, Check, Continue, Decoder, Encoder, PipelineRequest, Prefiller, Report
+from serving.tracing import RequestTrace
 
-logger = logging.getLogger(__name__)
-
-_HINTS = 65_536
-"""Identifiers remembered per stage. At 32 bytes a name this is a few MiB in each ingress process."""
-
-
-class _Prefilled(msgspec.Struct, frozen=True):
-    result: PrefillResult
-    features: tuple[Feature, ...]
-    report: Report
-    deadline: float
+__all__ = ["Pipeline"]
 
 
 class Pipeline:
@@ -78,10 +33,14 @@ class Pipeline:
         prefiller: The prefill stage; requests that name the same leading items should reach the same replica.
         decoder: The decode stage.
         check: The admission policy, run before any stage is called.
+        continue_from: Writes the text of an answer that goes on elsewhere after a loss.
         limits: Bounds what is in flight and what may wait.
         metrics: Where outcomes and times go.
+        trace: Begins a request's spans.
         handoff_margin_s: Part of prefill's lease that is not used: clock skew plus the longest engine step.
         attempts: Times one request may be prefilled before its loss is reported.
+        clock: Monotonic seconds.
+        wall_clock: Unix time; decode compares it with its own.
     """
 
     def __init__(
@@ -91,247 +50,157 @@ class Pipeline:
         decoder: Decoder,
         *,
         check: Check,
+        continue_from: Continue,
         limits: Limits,
         metrics: PipelineMetrics,
+        trace: Callable[[PipelineRequest], RequestTrace],
         handoff_margin_s: float,
         attempts: int = 3,
         clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        self._encoder = encoder
+        self._prompting = Prompting(
+            encoder,
+            prefiller,
+            check=check,
+            metrics=metrics,
+            handoff_margin_s=handoff_margin_s,
+            attempts=attempts,
+            clock=clock,
+        )
         self._prefiller = prefiller
         self._decoder = decoder
-        self._check = check
+        self._continue_from = continue_from
         self._limits = limits
         self._metrics = metrics
-        self._handoff_margin_s = handoff_margin_s
+        self._trace = trace
         self._attempts = attempts
         self._clock = clock
-        self._at_encoder = Recent(_HINTS)
-        self._at_prefill = Recent(_HINTS)
+        self._wall_clock = wall_clock
 
     async def generate(self, request: PipelineRequest) -> AsyncGenerator[Report | DecodeChunk, None]:
         """Yield one `Report`, then the chunks.
 
         Nothing is yielded before prefill has succeeded, so whatever goes wrong until then can still be
-        answered with a status. Iterate under `contextlib.aclosing`: closing frees what every stage holds.
+        answered with a status. After a loss the answer is begun again, or goes on where it stood if the request
+        allows that. Iterate under `contextlib.aclosing`: closing frees what every stage holds.
 
         Raises:
             TriptychError: As the tree in `serving/errors.py` says.
         """
-        admitted = self._judge(request, None)
+        admitted: Admission = self._prompting.judge(request)
+        light = lightened(request)
         deadline = None if request.timeout_s is None else self._clock() + request.timeout_s
-        async with self._limits.slot(has_media=bool(request.features)), self._counted() as began_at:
-            serial = count(1)
-            for attempt in range(1, self._attempts + 1):
-                prefilled = await self._prefill(request, admitted, serial, deadline)
-                started = False
+        attempts = Attempts(request.request_id, self._attempts, self._metrics.retried)
+        progress = Progress()
+        async with self._running(light) as (began_at, trace):
+            while True:
+                prefilled = await self._prompting.prefill(
+                    request, admitted, attempts, trace, answered=progress.token_ids, deadline=deadline
+                )
                 try:
-                    async with aclosing(self._decode(request, prefilled, deadline)) as chunks:
+                    async with aclosing(self._answer(light, prefilled, attempts, trace, progress, deadline)) as chunks:
                         async for chunk in chunks:
-                            if not started:
-                                self._metrics.first_token(self._clock() - began_at)
+                            if not progress.has_begun:
+                                early = chunk is prefilled.result.first
+                                self._metrics.first_token(self._clock() - began_at, early=early)
+                                trace.event("first_token", early=early)
                                 yield prefilled.report
-                                started = True
+                                request, admitted = light, LightAdmission.of(admitted)
+                            token_s = progress.add(chunk, self._clock())
+                            if token_s is not None:
+                                self._metrics.token(token_s)
                             yield chunk
                     return
                 except (HandoffExpired, StageUnavailable) as error:
-                    if started or attempt == self._attempts:
+                    if progress.has_begun and not request.can_resume:
                         raise
-                    self._metrics.retried(error.code)
-
-    def _judge(self, request: PipelineRequest, held: Mapping[str, ResolvedItem] | None) -> Admission:
-        try:
-            admitted = self._check(request, held)
-        except TriptychError as error:
-            self._metrics.judged(error.code)
-            raise
-        if held is not None or not admitted.unresolved:
-            self._metrics.judged("admitted")
-        return admitted
+                    attempts.again(error)
+                    trace.event("retry", reason=error.code)
+                    if progress.has_begun:
+                        self._metrics.resumed()
 
     @asynccontextmanager
-    async def _counted(self) -> AsyncGenerator[float, None]:
-        """Count a request from here to its end, however it ends. Yields the moment it began."""
-        began_at, outcome = self._clock(), "cancelled"
-        self._metrics.began()
+    async def _running(self, request: PipelineRequest) -> AsyncGenerator[tuple[float, RequestTrace], None]:
+        """Hold a slot, counted and traced however the request ends. Yields the moment it came, and its spans."""
+        trace = self._trace(request)
+        outcome, began_at = "cancelled", self._clock()
         try:
-            yield began_at
+            async with AsyncExitStack() as slot:
+                with self._metrics.queued():
+                    await slot.enter_async_context(self._limits.slot(has_media=bool(request.features)))
+                slot.enter_context(self._metrics.in_flight())
+                yield began_at, trace
             outcome = "completed"
         except TriptychError as error:
             outcome = error.code
             raise
         finally:
             self._metrics.ended(outcome, self._clock() - began_at)
+            trace.end(outcome)
 
-    async def _prefill(
-        self, request: PipelineRequest, admitted: Admission, serial: Iterator[int], deadline: float | None
-    ) -> _Prefilled:
-        """Bring every encoding to prefill and run it; what is lost on the way is done once more."""
-        held = await self._resolve(request, admitted)
-        if admitted.unresolved:
-            admitted = self._judge(request, held)
-        at_hand = {
-            name: Encoding(item.ref, ItemProvenance.PREFILL_SLAB, item.metadata)
-            for name, item in held.items()
-            if item.ref is not None and item.metadata is not None
-        }
-        for attempt in range(1, self._attempts + 1):
-            started_at = self._clock()
-            encodings = at_hand | await self._encode_all(request, admitted.features, at_hand, deadline)
-            encode_s = self._clock() - started_at
-            features = tuple(for_prefill(feature, encodings) for feature in admitted.features)
-            refs = admitted.refs | {name: encoding.ref for name, encoding in encodings.items()}
-            sent_at = self._clock()
-            message = prefill_request(request, next(serial), features, refs, timeout_s=self._remaining(deadline))
-            try:
-                result = await self._prefiller.prefill(message)
-            except (ECReferenceRequired, EncodingUnavailable, MultiModalCacheMiss, StageUnavailable) as error:
-                at_hand = self._after_loss(error, request, encodings)
-                if attempt == self._attempts:
-                    raise _as_loss(error) from error
-                self._metrics.retried(error.code)
-                continue
-            except BaseException:
-                await self._let_go(encodings)
-                raise
-            for feature in features:
-                self._at_prefill.add(feature.identifier)
-            report = report_of(features, encodings, result, encode_s)
-            self._metrics.prefilled(report)
-            return _Prefilled(result, features, report, sent_at + result.handoff.lease_s - self._handoff_margin_s)
-        raise AssertionError("the loop returns or raises")
-
-    def _after_loss(
-        self, error: TriptychError, request: PipelineRequest, encodings: Mapping[str, Encoding]
-    ) -> dict[str, Encoding]:
-        """The encodings that are still good after a failed prefill.
-
-        After a replica died none is: its slab is gone, and references that an encoder issued may expire while the
-        call waits for the next replica. Asking the encoder again costs a round trip.
-
-        Raises:
-            TriptychError: `error` itself, when an item is lost whose tensors nobody here has.
-        """
-        if isinstance(error, StageUnavailable):
-            return {}
-        lost = set(error.hashes or encodings)
-        for name in lost:
-            self._at_encoder.discard(name)
-            self._at_prefill.discard(name)
-        if not any(f.identifier in lost and isinstance(f.payload, Tensors) for f in request.features):
-            raise error
-        return {name: encoding for name, encoding in encodings.items() if name not in lost}
-
-    async def _let_go(self, encodings: Mapping[str, Encoding]) -> None:
-        """Drop the pins of encodings that prefill did not read.
-
-        An engine that ran the request has dropped them itself; doing it twice does nothing. Shielded: the caller
-        is often being cancelled. After a loss it is left to the leases: what died cannot be told.
-        """
-        refs = [encoding.ref for encoding in encodings.values()]
-        if refs:
-            await asyncio.shield(asyncio.ensure_future(_forgiving(self._encoder.release(refs))))
-
-    async def _resolve(self, request: PipelineRequest, admitted: Admission) -> dict[str, ResolvedItem]:
-        """Ask prefill for items whose fate depends on it, and for those with tensors that it probably still holds."""
-        hinted = (
-            feature.identifier
-            for feature in admitted.features
-            if isinstance(feature.payload, Tensors) and feature.identifier in self._at_prefill
-        )
-        wanted = tuple(dict.fromkeys((*admitted.unresolved, *hinted)))
-        if not wanted:
-            return {}
-        answer = await self._prefiller.resolve(ResolveRequest(wanted, request.cache_salt, affinity(request)))
-        return {item.identifier: item for item in answer.items}
-
-    async def _encode_all(
+    async def _answer(
         self,
         request: PipelineRequest,
-        features: Sequence[Feature],
-        at_hand: Mapping[str, Encoding],
+        prefilled: Prefilled,
+        attempts: Attempts,
+        trace: RequestTrace,
+        progress: Progress,
         deadline: float | None,
-    ) -> dict[str, Encoding]:
-        """Encode every item that has tensors and is not at prefill: one call an item, all at once.
-
-        An item that stands twice in the prompt is encoded once. One failure cancels its siblings.
-        """
-        items = {feature.identifier: feature for feature in features if isinstance(feature.payload, Tensors)}
-        missing = [feature for name, feature in items.items() if name not in at_hand]
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._encode(request, feature, deadline)) for feature in missing]
-        except BaseExceptionGroup as group_error:
-            raise group_error.exceptions[0] from None
-        return {feature.identifier: task.result() for feature, task in zip(missing, tasks, strict=True)}
-
-    async def _encode(self, request: PipelineRequest, feature: Feature, deadline: float | None) -> Encoding:
-        """Encode one item, sending its tensors only to an encoder that may need them; a dead one is asked elsewhere."""
-        call = encode_request(request, feature, timeout_s=self._remaining(deadline))
-        if feature.identifier in self._at_encoder:
-            bare = msgspec.structs.replace(call, feature=without_tensors([call.feature])[0])
-            result = await self._elsewhere(lambda: self._encoder.encode(bare))
-            if result.ref is not None:
-                return Encoding(result.ref, result.provenance, result.metadata)
-        result = await self._elsewhere(lambda: self._encoder.encode(call))
-        if result.ref is None:
-            raise EncodingUnavailable("the encoder did not keep the item", hashes=[feature.identifier])
-        self._at_encoder.add(feature.identifier)
-        return Encoding(result.ref, result.provenance, result.metadata)
-
-    async def _elsewhere(self, call: Callable[[], Awaitable[EncodeResult]]) -> EncodeResult:
-        for _ in range(1, self._attempts):
-            try:
-                return await call()
-            except StageUnavailable as error:
-                self._metrics.retried(error.code)
-        return await call()
-
-    async def _decode(
-        self, request: PipelineRequest, prefilled: _Prefilled, deadline: float | None
     ) -> AsyncGenerator[DecodeChunk, None]:
-        """Hand the KV blocks to decode and stream; whatever ends before decode's first chunk returns them."""
+        """Hand the KV blocks to decode and stream; whatever ends before decode's first chunk returns them.
+
+        Args:
+            progress: The answer so far, to which the caller adds each chunk before it asks for the next.
+        """
+        answered = tuple(progress.token_ids)
+        continuation = self._continue_from(request, answered, progress.text) if answered else None
         async with AsyncExitStack() as unread:
             unread.push_async_callback(self._reject, request, prefilled.result)
+            first = self._early(prefilled)
+            if first is not None:
+                yield first
+                if first.finished:
+                    return
             remaining_s = prefilled.deadline - self._clock()
             if remaining_s <= 0:
                 raise HandoffExpired("prefill's KV blocks were not read within their lease")
-            message = decode_request(
-                request,
-                prefilled.features,
-                prefilled.result,
-                handoff_remaining_s=remaining_s,
-                timeout_s=self._remaining(deadline),
-            )
-            async with aclosing(self._decoder.decode(message)) as chunks:
-                async for chunk in chunks:
-                    unread.pop_all()  # decode has read the blocks, and prefill has freed them
-                    yield chunk
+            with trace.stage("decode", attempt=attempts.number) as span:
+                message = decode_request(
+                    request,
+                    attempts.number,
+                    prefilled.features,
+                    prefilled.result,
+                    answered=progress.token_ids,
+                    tokens_only=continuation is not None,
+                    handoff_expires_at=self._wall_clock() + remaining_s,
+                    timeout_s=None if deadline is None else max(deadline - self._clock(), 0.0),
+                    trace_headers=span.headers,
+                )
+                async with aclosing(self._decoder.decode(message)) as chunks:
+                    is_read = False
+                    async for chunk in chunks:
+                        if not is_read:
+                            is_read = True
+                            unread.pop_all()  # decode has read the blocks, and prefill has freed them
+                            self._metrics.handed_off("read")
+                        said = chunk if continuation is None else continuation.add(chunk)
+                        yield said
+                        if said.finished:
+                            return
+
+    def _early(self, prefilled: Prefilled) -> DecodeChunk | None:
+        """Prefill's token, if it may begin the answer: not while decode might refuse, or that would come too late."""
+        first = prefilled.result.first
+        return first if first is not None and (first.finished or not self._decoder.is_pressed) else None
 
     async def _reject(self, request: PipelineRequest, result: PrefillResult) -> None:
         """Free prefill's blocks and announcements. Shielded: the caller is often being cancelled."""
+        self._metrics.handed_off("returned")
 
         async def free() -> None:
-            await _forgiving(self._decoder.reject(request.request_id, result.handoff))
+            await forgiving(self._decoder.reject(request.request_id, result.handoff))
             if result.refs:
-                await _forgiving(self._prefiller.release(list(result.refs.values()), affinity(request)))
+                await forgiving(self._prefiller.release(list(result.refs.values()), affinity(request)))
 
         await asyncio.shield(asyncio.ensure_future(free()))
-
-    def _remaining(self, deadline: float | None) -> float | None:
-        return None if deadline is None else max(deadline - self._clock(), 0.0)
-
-
-def _as_loss(error: TriptychError) -> TriptychError:
-    """`error`, unless it refuses a reference that the pipeline itself brought: no fault of the client's."""
-    if isinstance(error, ECReferenceRequired):
-        return EncodingUnavailable("references expired before prefill could use them", hashes=error.hashes)
-    return error
-
-
-async def _forgiving(call: Awaitable[None]) -> None:
-    """A call whose failure costs nothing but the wait for a lease to end."""
-    try:
-        await call
-    except TriptychError as error:
-        logger.info("could not free what a request held: %s", error)

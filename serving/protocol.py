@@ -121,10 +121,11 @@ class EncodeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     feature: Feature
     cache_salt: str | None = None
     timeout_s: float | None = None
+    trace_headers: dict[str, str] | None = None
 
 
 class EncodeResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`ref` is None when the encoder lacks the item and was sent no tensors (`NeedTensors`)."""
+    """`ref` is None when the encoder lacks the item and was sent no tensors."""
 
     ref: EncodingRef | None
     provenance: ItemProvenance
@@ -173,10 +174,28 @@ class TokenLogprob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 Logprobs = tuple[tuple[TokenLogprob, ...] | None, ...]
 
 
+class DecodeChunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One step of an answer: new text and tokens only, or everything where the caller asked for that.
+
+    `weight_version` is the engine's label of its weights, told with the last chunk.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finished: bool
+    cumulative_logprob: float | None = None
+    logprobs: Logprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    num_cached_tokens: int | None = None
+    weight_version: str | None = None
+
+
 class PrefillRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A whole prompt. `sampling` is vLLM's encoding of the client's `SamplingParams`.
 
     Requests with equal `affinity` share what a replica has cached; empty where there is nothing to share.
+    `wants_first` says that the caller can continue from prefill's own first token.
     """
 
     request_id: str
@@ -187,7 +206,9 @@ class PrefillRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cache_salt: str | None = None
     priority: int = 0
     timeout_s: float | None = None
+    trace_headers: dict[str, str] | None = None
     affinity: str = ""
+    wants_first: bool = False
 
 
 class ItemReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -203,7 +224,11 @@ class ItemReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PrefillResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`items` follows the request's features. `refs` names prefill's own slab copies, for decode."""
+    """`items` follows the request's features. `refs` names prefill's own slab copies, for decode.
+
+    `first` is the answer's first token where the caller wanted it and decode can continue from it exactly; when it is
+    finished, it is the whole answer.
+    """
 
     handoff: KVHandoff
     token_ids: tuple[int, ...]
@@ -213,40 +238,32 @@ class PrefillResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefill_s: float
     prompt_logprobs: Logprobs | None = None
     num_created_cache_tokens: int = 0
+    first: DecodeChunk | None = None
 
 
 class DecodeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`features` carry metadata only. `handoff_remaining_s` is what was left of the lease when this was sent."""
+    """`features` carry metadata only. `handoff_expires_at` is Unix time in seconds, the margin taken off: only the wall
+    clock tells how long a message lay in queues and sockets.
+
+    The last `num_answered` of `token_ids` are the answer's own beginning: they count against its token limits.
+    `tokens_only` asks for neither text nor stop strings, which depend on the whole answer: the caller sees to both.
+    """
 
     request_id: str
     token_ids: tuple[int, ...]
     features: tuple[Feature, ...]
     refs: dict[str, EncodingRef]
     handoff: KVHandoff
-    handoff_remaining_s: float
+    handoff_expires_at: float
     sampling: bytes
     cache_salt: str | None = None
     priority: int = 0
     reasoning_ended: bool | None = None
     reasoning_parser_kwargs: dict[str, Any] | None = None
     timeout_s: float | None = None
-
-
-class DecodeChunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One step of a decode stream: new text and tokens only, or everything where the caller asked for that.
-
-    `weight_version` is the engine's label of its weights, told with the last chunk.
-    """
-
-    text: str
-    token_ids: tuple[int, ...]
-    finished: bool
-    cumulative_logprob: float | None = None
-    logprobs: Logprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    num_cached_tokens: int | None = None
-    weight_version: str | None = None
+    trace_headers: dict[str, str] | None = None
+    num_answered: int = 0
+    tokens_only: bool = False
 
 
 Wire = TypeVar("Wire", bound=msgspec.Struct)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -22,14 +22,20 @@ from serving.protocol import (
     ResolvedItem,
     ResolveRequest,
     ResolveResult,
+    Tensors,
 )
+
+Recall = Callable[[Feature], Tensors | None]
+"""The tensors of a feature whose payload was let go, or None when they are gone."""
 
 
 class PipelineRequest(msgspec.Struct, frozen=True):
     """A rendered request. `refs` are those a client sent; admission decides what they are worth.
 
     `rendered` says that our own renderer made the features, so that their rows and masks are vLLM's own. `timeout_s` of
-    None means that the request has no deadline of its own.
+    None means that the request has no deadline of its own. `can_resume` says that an engine which is given the prompt
+    and the answer's beginning continues it as the one that wrote the beginning would have. `recall` finds an item's
+    tensors again, if the process still has them, once the pipeline has let go of `features`' own.
     """
 
     request_id: str
@@ -43,6 +49,9 @@ class PipelineRequest(msgspec.Struct, frozen=True):
     reasoning_parser_kwargs: dict[str, Any] | None = None
     timeout_s: float | None = None
     rendered: bool = False
+    trace_headers: Mapping[str, str] | None = None
+    can_resume: bool = False
+    recall: Recall | None = None
 
 
 class ReportedItem(msgspec.Struct, frozen=True):
@@ -68,6 +77,17 @@ class Report(msgspec.Struct, frozen=True):
     num_created_cache_tokens: int = 0
 
 
+class Continuation(Protocol):
+    """An answer that goes on elsewhere."""
+
+    def add(self, chunk: DecodeChunk) -> DecodeChunk:
+        """What comes next: the chunk, which has tokens only, with its text. Finished where a stop string ends it."""
+
+
+Continue = Callable[[PipelineRequest, Sequence[int], str], Continuation]
+"""Makes a `Continuation` from a request and the tokens and text with which its answer began."""
+
+
 class Encoder(Protocol):
     async def encode(self, request: EncodeRequest) -> EncodeResult: ...
 
@@ -85,6 +105,10 @@ class Prefiller(Protocol):
 
 
 class Decoder(Protocol):
+    @property
+    def is_pressed(self) -> bool:
+        """Whether a call might be refused because too many wait already."""
+
     def decode(self, request: DecodeRequest) -> AsyncGenerator[DecodeChunk, None]: ...
 
     async def reject(self, request_id: str, handoff: KVHandoff) -> None: ...

@@ -3,8 +3,8 @@
     python -m tests.aggregated MODEL < cases.json > answers.json
 
 Each case is a list of prompts that run at the same time: `{"parts": [...], "cut": bool}`, where a part is text or
-`{"image": base64 PNG}`, and `cut` ends the prompt with its last image. The answer to a case is the list of its
-prompts' `{"prompt_token_ids", "token_ids", "text"}`. Prefix caching is on.
+`{"image": base64 PNG}`, and `cut` ends the prompt with its last image; or `{"token_ids": [...]}`. The answer to a case
+is the list of its prompts' `{"prompt_token_ids", "token_ids", "text", "finish_reason"}`. Prefix caching is on.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ def main() -> None:
                 "prompt_token_ids": output.prompt_token_ids,
                 "token_ids": list(output.outputs[0].token_ids),
                 "text": output.outputs[0].text,
+                "finish_reason": output.outputs[0].finish_reason,
             }
             for output in outputs
         ]
@@ -82,6 +83,8 @@ def _input(tokenizer: Any, prompt: Mapping[str, Any]) -> dict[str, Any]:
     """The prompt as the chat template writes it, images not yet expanded."""
     from PIL import Image
 
+    if "token_ids" in prompt:
+        return {"prompt_token_ids": prompt["token_ids"]}
     content = [{"type": "text", "text": p} if isinstance(p, str) else {"type": "image"} for p in prompt["parts"]]
     images = [Image.open(io.BytesIO(base64.b64decode(p["image"]))) for p in prompt["parts"] if isinstance(p, dict)]
     text = tokenizer.apply_chat_template(

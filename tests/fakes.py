@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Sequence
 
-from serving.errors import TriptychError
+from serving.errors import StageUnavailable, TriptychError
 from serving.protocol import (
     DecodeChunk,
     DecodeRequest,
@@ -71,6 +71,7 @@ class FakePrefiller:
     """Answers every prompt; remembers items as a real replica's slab would."""
 
     def __init__(self, *, lease_s: float = 30.0, on_prefill: Callable[[], None] = lambda: None) -> None:
+        self.first: DecodeChunk | None = None
         self.requests: list[PrefillRequest] = []
         self.resolves: list[ResolveRequest] = []
         self.slab: dict[str, dict[str, object]] = {}
@@ -106,6 +107,7 @@ class FakePrefiller:
             refs={feature.identifier: ref_for(feature.identifier) for feature in request.features},
             num_cached_tokens=0,
             prefill_s=0.02,
+            first=self.first if request.wants_first else None,
         )
 
     async def release(self, refs: Sequence[EncodingRef], affinity: str) -> None:
@@ -113,14 +115,24 @@ class FakePrefiller:
 
 
 class FakeDecoder:
-    """Streams the given chunks, after the given failures."""
+    """Streams the tokens 0, 1, ... of an answer, each with its text; a begun answer from where it stands.
+
+    Attributes:
+        failures: Raised before the first chunk, one a call.
+        losses: For each call the number of chunks after which it dies, until they are used up.
+        on_loss: Called when it dies.
+        is_pressed: What it says of its queue.
+    """
 
     def __init__(self, chunks: int = 2) -> None:
         self.requests: list[DecodeRequest] = []
         self.rejected: list[KVHandoff] = []
         self.open_streams = 0
         self.failures: list[TriptychError] = []
-        self._chunks = chunks
+        self.losses: list[int] = []
+        self.on_loss: Callable[[], object] = lambda: None
+        self.is_pressed = False
+        self.chunks = chunks
 
     async def decode(self, request: DecodeRequest) -> AsyncGenerator[DecodeChunk, None]:
         self.requests.append(request)
@@ -128,11 +140,37 @@ class FakeDecoder:
         try:
             if self.failures:
                 raise self.failures.pop(0)
-            for index in range(self._chunks):
-                last = index == self._chunks - 1
-                yield DecodeChunk(f"w{index}", (index,), last, finish_reason="length" if last else None)
+            left = self.losses.pop(0) if self.losses else self.chunks
+            for index in range(request.num_answered, self.chunks):
+                if not left:
+                    self.on_loss()
+                    raise StageUnavailable("died")
+                left -= 1
+                last = index == self.chunks - 1
+                text = "" if request.tokens_only else f"w{index}"
+                yield DecodeChunk(text, (index,), last, finish_reason="length" if last else None)
         finally:
             self.open_streams -= 1
 
     async def reject(self, request_id: str, handoff: KVHandoff) -> None:
         self.rejected.append(handoff)
+
+
+class FakeContinuation:
+    """Knows the text of `FakeDecoder`'s tokens. Knows no characters of several tokens and no stop strings but one.
+
+    Args:
+        stop: Token at which the answer ends, as at a stop string.
+    """
+
+    def __init__(self, stop: int | None = None) -> None:
+        self._stop = stop
+
+    def add(self, chunk: DecodeChunk) -> DecodeChunk:
+        ends = self._stop in chunk.token_ids
+        return DecodeChunk(
+            "".join(f"w{token}" for token in chunk.token_ids),
+            chunk.token_ids,
+            finished=chunk.finished or ends,
+            finish_reason="stop" if ends else chunk.finish_reason,
+        )

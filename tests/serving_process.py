@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,6 +54,23 @@ class Application:
         assert response.status_code == 200, response.text
         answer: dict[str, Any] = response.json()
         return answer
+
+    def stream(self, **body: Any) -> dict[str, Any]:
+        """As `generate`, put together from the events of a stream."""
+        response = self.client.post("/generate", json={**body, "stream": True})
+        assert response.status_code == 200, response.text
+        lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: {")]
+        events = [json.loads(line) for line in lines]
+        assert "error" not in events[-1], events[-1]
+        tokens = [token for event in events for token in event["token_ids"]]
+        return {**events[-1], "token_ids": tokens, "text": "".join(event["text"] for event in events)}
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric's series that have these labels."""
+        text = self.client.get("/metrics").text
+        series = re.findall(rf"^{name}(?:{{(.*)}})? (\S+)$", text, re.MULTILINE)
+        wanted = [f'{key}="{value}"' for key, value in labels.items()]
+        return sum(float(value) for have, value in series if all(label in have for label in wanted))
 
 
 @contextmanager

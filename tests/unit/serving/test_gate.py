@@ -155,16 +155,17 @@ async def test_an_application_that_raises_by_itself_is_not_silenced() -> None:
         await Client().call(app_that(act))
 
 
-async def test_retry_after_is_sent_where_a_retry_is_sensible() -> None:
+@pytest.mark.parametrize(("retry_after_s", "header"), [(1.6, b"2"), (None, b"1")])
+async def test_retry_after_is_sent_where_a_retry_is_sensible(retry_after_s: float | None, header: bytes) -> None:
     async def act(send: Send) -> None:
         exchange = current_exchange()
         assert exchange is not None
-        exchange.begin().failed(Overloaded("full", retry_after_s=1.6))
+        exchange.begin().failed(Overloaded("full", retry_after_s=retry_after_s))
 
     client = Client()
     await client.call(app_that(act))
     assert client.status == 503
-    assert client.headers[b"retry-after"] == b"2"
+    assert client.headers[b"retry-after"] == header
 
 
 async def test_one_refused_prompt_of_several_refuses_all() -> None:

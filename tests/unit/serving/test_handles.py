@@ -1,0 +1,148 @@
+"""Calls of a stage over Serve handles that are not Ray's: they answer what a test lets them, from this process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+from ray.exceptions import RayActorError, TaskCancelledError
+from ray.serve.exceptions import BackPressureError
+
+from serving.errors import DeadlineExceeded, Overloaded, StageUnavailable
+from serving.handles import EncodeHandle, PrefillHandle
+from serving.messages import encode_request
+from serving.protocol import (
+    EncodeResult,
+    ItemProvenance,
+    KVHandoff,
+    PrefillRequest,
+    PrefillResult,
+    ResolveRequest,
+    encode,
+)
+from tests.fakes import ref_for
+from tests.unit.serving.pipeline_fakes import image, request
+
+LEASED = ref_for("a")
+HANDOFF = KVHandoff({"number": 1}, 30.0)
+PREFILL = PrefillRequest("p", (1, 2), (), {}, b"")
+
+
+class Response:
+    """A call whose outcome a test sets; a cancellation reaches it unless it has ended."""
+
+    def __init__(self) -> None:
+        self.outcome: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.cancelled = False
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return asyncio.shield(self.outcome).__await__()
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class Handle:
+    """Keeps the calls of every method."""
+
+    def __init__(self, of: Handle | None = None, method: str = "") -> None:
+        self.calls: dict[str, list[tuple[tuple[Any, ...], Response]]] = {} if of is None else of.calls
+        self._came: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event) if of is None else of._came
+        self._method = method
+
+    def options(self, *, method_name: str = "", session_id: str = "", stream: bool = False) -> Handle:
+        return Handle(self, method_name or self._method)
+
+    def remote(self, *args: Any) -> Response:
+        response = Response()
+        self.calls.setdefault(self._method, []).append((args, response))
+        self._came[self._method].set()
+        return response
+
+    async def called(self, method: str) -> Response:
+        await self._came[method].wait()
+        return self.calls[method][-1][1]
+
+
+@pytest.mark.parametrize(
+    ("raised", "told"),
+    [
+        (BackPressureError(1, 1), Overloaded),
+        (RayActorError(), StageUnavailable),
+        (TaskCancelledError(), StageUnavailable),
+    ],
+)
+async def test_what_ray_raises_is_told_with_a_time_to_retry(raised: Exception, told: type[Exception]) -> None:
+    handle = Handle()
+    task = asyncio.ensure_future(EncodeHandle(handle).release([LEASED]))  # type: ignore[arg-type]
+    (await handle.called("release")).outcome.set_exception(raised)
+    with pytest.raises(told) as error:
+        await task
+    assert error.value.retry_after_s
+
+
+async def test_a_deadline_cancels_the_call() -> None:
+    handle = Handle()
+    call = encode_request(request(), image("a", 2), timeout_s=0.01)
+    with pytest.raises(DeadlineExceeded):
+        await EncodeHandle(handle).encode(call)  # type: ignore[arg-type]
+    assert (await handle.called("encode")).cancelled
+
+
+async def test_an_encoding_that_was_cancelled_too_late_is_released() -> None:
+    handle = Handle()
+    call = encode_request(request(), image("a", 2), timeout_s=None)
+    task = asyncio.ensure_future(EncodeHandle(handle).encode(call))  # type: ignore[arg-type]
+    response = await handle.called("encode")
+    task.cancel()
+    response.outcome.set_result(encode(EncodeResult(LEASED, ItemProvenance.ENCODED, {}, 0.0)))
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    (await handle.called("release")).outcome.set_result(None)
+    assert handle.calls["release"][0][0] == (LEASED.lease,)
+
+
+async def test_a_prefill_that_was_cancelled_too_late_is_returned() -> None:
+    handle = Handle()
+    returned: list[KVHandoff] = []
+
+    async def reject(request_id: str, handoff: KVHandoff) -> None:
+        returned.append(handoff)
+
+    task = asyncio.ensure_future(PrefillHandle(handle, reject).prefill(PREFILL))  # type: ignore[arg-type]
+    response = await handle.called("prefill")
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    response.outcome.set_result(encode(PrefillResult(HANDOFF, (5,), (), {"a": LEASED}, 0, 0.0)))
+    (await handle.called("release")).outcome.set_result(None)
+    assert returned == [HANDOFF]
+
+
+async def test_a_resolve_that_was_cancelled_too_late_is_released() -> None:
+    handle = Handle()
+    task = asyncio.ensure_future(PrefillHandle(handle, _never).resolve(ResolveRequest(("a",))))  # type: ignore[arg-type]
+    response = await handle.called("resolve")
+    task.cancel()
+    response.outcome.set_exception(TaskCancelledError())
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await asyncio.sleep(0.01)
+    assert "release" not in handle.calls
+
+
+async def test_a_busy_stage_is_healthy_without_being_asked() -> None:
+    handle = Handle()
+    stage = EncodeHandle(handle)  # type: ignore[arg-type]
+    task = asyncio.ensure_future(stage.check_health())
+    (await handle.called("check_health")).outcome.set_result(None)
+    await task
+    await stage.check_health()
+    assert len(handle.calls["check_health"]) == 1
+
+
+async def _never(request_id: str, handoff: KVHandoff) -> None:
+    raise AssertionError("nothing was prefilled")
