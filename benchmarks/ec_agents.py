@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -14,9 +15,9 @@ from ec_connector.agent import Agent
 from ec_connector.config import parse_config
 from ec_connector.pool import Spec
 from ec_connector.slab import Slab
+from ec_connector.transport.local import LocalClient, local_address
 from ec_connector.transport.nixl import NixlAgent
 from ec_connector.transport.reads import HOST_DEVICE, Region
-from ec_connector.transport.zmq import LocalClient, local_address
 from serving.plugin import register
 
 SIZES = {"16KiB": 16 << 10, "512KiB": 512 << 10, "4MiB": 4 << 20, "32MiB": 32 << 20}
@@ -32,21 +33,24 @@ def produce(pipe: Connection) -> None:
     bare = NixlAgent(f"bench-source-{os.getpid()}", region)
     pipe.send((msgspec.to_builtins(region), bare.metadata()))
     while True:
-        name, size_bytes = pipe.recv()
-        pipe.send(_publish(agent, slab, name, size_bytes))
+        names, size_bytes = pipe.recv()
+        pipe.send([_publish(agent, slab, name, size_bytes) for name in names])
 
 
-def _publish(agent: Agent, slab: Slab, name: str, size_bytes: int) -> dict[str, Any]:
+def _publish(agent: Agent, slab: Slab, name: str, size_bytes: int) -> tuple[dict[str, Any], float]:
+    """The announcement, and the seconds from the finished tensor to it."""
     tensor = torch.full((max(size_bytes // (2 * WIDTH), 1), WIDTH), len(name), dtype=torch.bfloat16)
+    started = time.perf_counter()
     spec = Spec(name, tensor.nbytes, (tensor.shape[0], WIDTH), "bfloat16")
     extent = agent.call(lambda core, _: core.reserve(spec))
     if extent is None:
         raise RuntimeError("the producer's slab is full of pins")
-    slab.write(extent.offset, tensor)
-    agent.tell(lambda core: core.saved(extent, None))
-    announced = agent.call(lambda core, now: core.announce(now, [name]))[name]
+    digest = slab.write(extent.offset, tensor)
+    agent.tell(lambda core, _: core.saved(extent, None, digest))
+    announced = agent.tell(lambda core, now: core.announce(now, [name]))[name]
+    elapsed = time.perf_counter() - started
     assert announced is not None
-    return {key: value for key, value in announced.items() if key != "metadata"}
+    return {key: value for key, value in announced.items() if key != "metadata"}, elapsed
 
 
 def build_agent(side: str) -> tuple[Agent, Slab]:

@@ -24,7 +24,7 @@ from ec_connector.gate import Gate
 from ec_connector.protocol import compatibility_hash
 from ec_connector.scheduler import ECScheduler, Outputs, StepMetadata
 from ec_connector.slab import Slab
-from ec_connector.transport.zmq import LocalClient, local_address
+from ec_connector.transport.local import LocalClient, local_address
 from ec_connector.worker import ECWorker
 
 

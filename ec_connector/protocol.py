@@ -20,7 +20,7 @@ import msgspec
 
 from serving.protocol import EncodingRef
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 """Raised with every change to this file that an older peer would misread."""
 
 
@@ -63,6 +63,15 @@ class Hello(_Message, frozen=True):
     compatibility: str
 
 
+class Place(_Message, frozen=True):
+    """Where a process runs, as far as it decides which way its memory can be read. `boot` names the running kernel."""
+
+    boot: str
+    pid_namespace: str
+    ipc_namespace: str
+    user: int
+
+
 class Welcome(_Message, frozen=True):
     """The producer's answer: how to read its slab.
 
@@ -74,6 +83,7 @@ class Welcome(_Message, frozen=True):
     address: int
     slab_bytes: int
     device: int
+    place: Place
 
 
 class Refused(_Message, frozen=True):

@@ -12,7 +12,7 @@ import os
 import signal
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,11 @@ import torch
 
 from ec_connector.agent import Agent
 from ec_connector.config import ECConfig, parse_config
+from ec_connector.counters import counters
 from ec_connector.pool import Spec
 from ec_connector.protocol import Drop, Fail, Missing, Pinned, ToAgent, ToScheduler, Want, WantedItem, encode
 from ec_connector.slab import Slab
-from ec_connector.transport.zmq import LocalClient, local_address
+from ec_connector.transport.local import LocalClient, local_address
 from serving.plugin import register
 from serving.protocol import EncodingRef
 
@@ -54,9 +55,49 @@ def put(agent: Agent, slab: Slab, identifier: str, seed: int, size_bytes: int) -
     spec = Spec(identifier, size_bytes, (tensor.shape[0], WIDTH), "bfloat16")
     extent = agent.call(lambda core, _: core.reserve(spec))
     if extent is not None:
-        slab.write(extent.offset, tensor)
-        agent.tell(lambda core: core.saved(extent, None))
+        digest = slab.write(extent.offset, tensor)
+        agent.tell(lambda core, _: core.saved(extent, None, digest))
     return extent is not None
+
+
+class Holdings(msgspec.Struct, frozen=True):
+    """Files and named sockets of a process that could outlive it."""
+
+    files: list[str]
+    sockets: list[str]
+
+    @classmethod
+    def of(cls, pid: int) -> Holdings:
+        links = [os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink()]
+        mapped = {line.split(maxsplit=5)[5].strip() for line in _lines(f"/proc/{pid}/maps") if line.count("/")}
+        files = [name for name in {*links, *mapped} if name.startswith(("/dev/shm/", "/tmp/"))]
+        inodes = {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
+        sockets = [fields[7] for fields in _unix_sockets() if fields[6] in inodes]
+        return cls(files, sockets)
+
+    def remaining(self) -> list[str]:
+        """What is still there."""
+        bound = {fields[7] for fields in _unix_sockets()}
+        return [name for name in self.files if Path(name).exists()] + [name for name in self.sockets if name in bound]
+
+
+def _lines(path: str) -> list[str]:
+    return Path(path).read_text().splitlines()
+
+
+def _unix_sockets() -> list[list[str]]:
+    """Fields of every Unix socket that has a name: the seventh is the inode, the eighth the name."""
+    return [fields for fields in (line.split() for line in _lines("/proc/net/unix")[1:]) if len(fields) > 7]
+
+
+def _becomes_idle(stats: Callable[[], dict[str, Any]], wait_s: float) -> bool:
+    """Whether all pins, fills, quarantines and leases come back to zero in time."""
+    deadline = time.monotonic() + wait_s
+    while any(stats()[key] for key in ("pinned", "filling", "quarantined", "open_pins", "open_leases")):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.02)
+    return True
 
 
 class Consumer:
@@ -98,17 +139,11 @@ class Consumer:
         return self.slab.view(extent.offset, extent.shape, extent.dtype)
 
     def stats(self) -> dict[str, Any]:
-        return self.agent.call(lambda core, _: core.stats())
+        return self.agent.call(lambda core, _: counters(core))
 
     def idle(self, wait_s: float = 10.0) -> bool:
         """Whether all pins, fills, quarantines and leases come back to zero in time."""
-        deadline = time.monotonic() + wait_s
-        keys = ("pinned", "filling", "quarantined", "open_pins", "open_leases")
-        while any(self.stats()[key] for key in keys):
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(0.02)
-        return True
+        return _becomes_idle(self.stats, wait_s)
 
     def close(self) -> None:
         self.agent.stop()
@@ -131,6 +166,14 @@ class Peer:
 
     def stats(self) -> dict[str, Any]:
         return dict(self.ask("stats"))
+
+    def idle(self, wait_s: float = 5.0) -> bool:
+        """As `Consumer.idle`."""
+        return _becomes_idle(self.stats, wait_s)
+
+    def holdings(self) -> Holdings:
+        assert self._process.pid is not None
+        return Holdings.of(self._process.pid)
 
     def ask(self, *command: Any) -> Any:
         self._pipe.send(command)
@@ -171,11 +214,11 @@ def _obey(agent: Agent, slab: Slab, command: tuple[Any, ...]) -> Any:
     match command:
         case ("put", identifier, seed, size_bytes):
             put(agent, slab, identifier, seed, size_bytes)
-            announced = agent.call(lambda core, now: core.announce(now, [identifier]))[identifier]
+            announced = agent.tell(lambda core, now: core.announce(now, [identifier]))[identifier]
             return {k: v for k, v in (announced or {}).items() if k != "metadata"}
         case ("release", *leases):
-            return agent.call(lambda core, _: core.producer.release(leases))
+            return agent.tell(lambda core, _: core.producer.release(leases))
         case ("stats",):
-            return agent.call(lambda core, _: core.stats())
+            return agent.call(lambda core, _: counters(core))
         case _:
             raise ValueError(f"unknown command {command}")
