@@ -31,10 +31,9 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.ec_agents import SIZES, WIDTH, build_agent, link_to, produce
+from benchmarks.ec_agents import SIZES, WIDTH, Fetcher, produce, settings
 from benchmarks.ec_upstream import Sessions
 from benchmarks.records import Record, options, percentile, publish, ratio
-from ec_connector.protocol import Drop, Pinned, ToScheduler, Want, WantedItem, encode
 from ec_connector.transport.nixl import NixlAgent
 from ec_connector.transport.reads import HOST_DEVICE, ReadState, Region
 from serving.protocol import EncodingRef
@@ -43,7 +42,6 @@ _STEPS_S = {"ec_cpu_1ms": 0.001, "ec_cpu_10ms": 0.010}
 _WARM_UP = 3
 _PIPELINED = 16
 _PIPELINED_SIZES = ("512KiB", "4MiB")
-_REFS = list[EncodingRef]
 
 Timed = Callable[[str, int], float]
 """Runs one transfer of so many bytes under a fresh name and returns its seconds."""
@@ -54,8 +52,7 @@ class Ours:
 
     def __init__(self, producer: Connection) -> None:
         self._producer = producer
-        self._agent, _ = build_agent("consumer")
-        self._link = link_to(self._agent)
+        self._fetcher = Fetcher(settings())
         self.last_save_s = 0.0
 
     def __call__(self, name: str, size_bytes: int) -> float:
@@ -64,30 +61,12 @@ class Ours:
     def transfer(self, names: list[str], size_bytes: int) -> float:
         """Seconds for all of these items, wished for by one request."""
         self._producer.send((names, size_bytes))
-        refs, saves_s = zip(*self._producer.recv(), strict=True)
+        announced, saves_s = zip(*self._producer.recv(), strict=True)
         self.last_save_s = statistics.fmean(saves_s)
-        items = tuple(WantedItem(ref.identifier, ref.shape[0], ref=ref) for ref in msgspec.convert(refs, _REFS))
-        started = time.perf_counter()
-        self._link.send(encode(Want(names[0], items)))
-        self._await_pins(len(items))
-        elapsed = time.perf_counter() - started
-        self._link.send(encode(Drop(names[0])))
-        return elapsed
-
-    def _await_pins(self, missing: int) -> None:
-        while missing:
-            answers = self._link.receive(30.0)
-            if not answers:
-                raise RuntimeError("the agent did not answer")
-            for payload in answers:
-                answer = msgspec.msgpack.decode(payload, type=ToScheduler)
-                if not isinstance(answer, Pinned):
-                    raise RuntimeError(f"the transfer failed: {answer}")
-                missing -= 1
+        return self._fetcher.fetch(msgspec.convert(announced, list[EncodingRef]))
 
     def close(self) -> None:
-        self._agent.stop()
-        self._link.close()
+        self._fetcher.close()
 
 
 class BareRead:

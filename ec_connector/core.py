@@ -17,6 +17,7 @@ import msgspec
 
 from ec_connector.config import ECConfig, Limits
 from ec_connector.consumer import Consumer, Rules
+from ec_connector.counters import counters
 from ec_connector.failures import Failures
 from ec_connector.fetches import Fetches
 from ec_connector.lanes import Here, Probes
@@ -27,6 +28,8 @@ from ec_connector.protocol import (
     WIRE_VERSION,
     Announce,
     Announced,
+    Count,
+    Counted,
     Done,
     Drop,
     Fail,
@@ -176,6 +179,8 @@ class Core:
             case Fail():
                 self.failures.add(message)
                 return Noted(message.request_id)
+            case Count():
+                return Counted(counters(self))
         return None
 
     # --- the worker -------------------------------------------------------------------------------------------

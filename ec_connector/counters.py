@@ -2,10 +2,33 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import msgspec
 
-from ec_connector.core import Core
 from ec_connector.lanes import Lane
+from ec_connector.protocol import Reason
+
+if TYPE_CHECKING:
+    from ec_connector.core import Core
+
+GAUGES = frozenset(
+    {
+        "capacity_bytes",
+        "used_bytes",
+        "pinned_bytes",
+        "quarantined_bytes",
+        "filling",
+        "ready",
+        "pinned",
+        "quarantined",
+        "open_pins",
+        "open_leases",
+        "slowest_probe_bytes_per_s",
+        *(f"peers_{lane}" for lane in Lane),
+    }
+)
+"""Names whose values also fall. All others only grow."""
 
 
 def counters(core: Core) -> dict[str, float]:
@@ -30,6 +53,6 @@ def counters(core: Core) -> dict[str, float]:
         "tcp_fallbacks": core.probes.fallbacks,
         "slowest_probe_bytes_per_s": core.probes.slowest_bytes_per_s,
     }
-    numbers.update({f"failed_{reason}": number for reason, number in core.consumer.failures.items()})
+    numbers.update({f"failed_{reason}": core.consumer.failures.get(reason, 0) for reason in Reason})
     lanes = list(core.probes.lanes.values())
     return numbers | {f"peers_{lane}": lanes.count(lane) for lane in Lane}

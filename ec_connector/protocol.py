@@ -199,7 +199,11 @@ class Fail(_Message, frozen=True):
     identifiers: tuple[str, ...]
 
 
-ToAgent = Want | Drop | PinView | Announce | Retract | Fail
+class Count(_Message, frozen=True):
+    """Asks for the agent's counters and gauges. Answered by Counted."""
+
+
+ToAgent = Want | Drop | PinView | Announce | Retract | Fail | Count
 
 
 class Pinned(_Message, frozen=True):
@@ -239,7 +243,11 @@ class Noted(_Message, frozen=True):
     request_id: str
 
 
-ToScheduler = Pinned | Absent | Missing | Announced | Noted
+class Counted(_Message, frozen=True):
+    numbers: dict[str, float]
+
+
+ToScheduler = Pinned | Absent | Missing | Announced | Noted | Counted
 
 
 def encode(message: msgspec.Struct) -> bytes:

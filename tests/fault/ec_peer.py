@@ -49,10 +49,9 @@ def content(seed: int, size_bytes: int) -> torch.Tensor:
     return row.repeat(size_bytes // (2 * WIDTH), 1)
 
 
-def put(agent: Agent, slab: Slab, identifier: str, seed: int, size_bytes: int) -> bool:
+def put(agent: Agent, slab: Slab, identifier: str, tensor: torch.Tensor) -> bool:
     """Save an item as a worker does; whether there was room."""
-    tensor = content(seed, size_bytes)
-    spec = Spec(identifier, size_bytes, (tensor.shape[0], WIDTH), "bfloat16")
+    spec = Spec(identifier, tensor.nbytes, (tensor.shape[0], tensor.shape[1]), "bfloat16")
     extent = agent.call(lambda core, _: core.reserve(spec))
     if extent is not None:
         digest = slab.write(extent.offset, tensor)
@@ -153,9 +152,9 @@ class Consumer:
 class Peer:
     """The other process. `env` are variables for it alone."""
 
-    def __init__(self, extra: Mapping[str, Any], env: Mapping[str, str]) -> None:
+    def __init__(self, extra: Mapping[str, Any], env: Mapping[str, str], model: str = MODEL) -> None:
         self._pipe, theirs = _PROCESSES.Pipe()
-        self._process = _PROCESSES.Process(target=_serve, args=(dict(extra), dict(env), theirs), daemon=True)
+        self._process = _PROCESSES.Process(target=_serve, args=(dict(extra), dict(env), model, theirs), daemon=True)
         self._process.start()
         theirs.close()
         self.port: int = self._pipe.recv()
@@ -163,6 +162,11 @@ class Peer:
     def put(self, identifier: str, seed: int, size_bytes: int) -> EncodingRef:
         """Save and announce an item."""
         return msgspec.convert(self.ask("put", identifier, seed, size_bytes), EncodingRef)
+
+    def put_rows(self, identifier: str, rows: torch.Tensor) -> EncodingRef:
+        """Save and announce (rows, width) of bfloat16."""
+        raw = rows.contiguous().view(torch.uint8).numpy().tobytes()
+        return msgspec.convert(self.ask("rows", identifier, raw, tuple(rows.shape)), EncodingRef)
 
     def stats(self) -> dict[str, Any]:
         return dict(self.ask("stats"))
@@ -202,9 +206,9 @@ _PROCESSES = multiprocessing.get_context("forkserver")
 _PROCESSES.set_forkserver_preload(["tests.fault.ec_peer"])
 
 
-def _serve(extra: dict[str, Any], env: dict[str, str], pipe: Connection) -> None:
+def _serve(extra: dict[str, Any], env: dict[str, str], model: str, pipe: Connection) -> None:
     os.environ.update(env)
-    agent, slab = build(parse_config(extra))
+    agent, slab = build(parse_config(extra), model)
     pipe.send(int(agent.identity.peer.rpartition(":")[2]))
     while True:
         pipe.send(_obey(agent, slab, pipe.recv()))
@@ -213,12 +217,20 @@ def _serve(extra: dict[str, Any], env: dict[str, str], pipe: Connection) -> None
 def _obey(agent: Agent, slab: Slab, command: tuple[Any, ...]) -> Any:
     match command:
         case ("put", identifier, seed, size_bytes):
-            put(agent, slab, identifier, seed, size_bytes)
-            announced = agent.tell(lambda core, now: core.announce(now, [identifier]))[identifier]
-            return {k: v for k, v in (announced or {}).items() if k != "metadata"}
+            put(agent, slab, identifier, content(seed, size_bytes))
+            return _announce(agent, identifier)
+        case ("rows", identifier, raw, shape):
+            rows = torch.frombuffer(bytearray(raw), dtype=torch.bfloat16).view(shape)
+            put(agent, slab, identifier, rows)
+            return _announce(agent, identifier)
         case ("release", *leases):
             return agent.tell(lambda core, _: core.producer.release(leases))
         case ("stats",):
             return agent.call(lambda core, _: counters(core))
         case _:
             raise ValueError(f"unknown command {command}")
+
+
+def _announce(agent: Agent, identifier: str) -> dict[str, Any]:
+    announced = agent.tell(lambda core, now: core.announce(now, [identifier]))[identifier]
+    return {k: v for k, v in (announced or {}).items() if k != "metadata"}

@@ -272,7 +272,7 @@ class TestContent:
     def test_a_slab_full_of_pins_is_busy(self, start: Callable[..., Any]) -> None:
         peer = start(Peer, SETTINGS, {})
         consumer = start(Consumer, SETTINGS | {"slab_bytes": 2 * MIB})
-        assert put(consumer.agent, consumer.slab, "own", 9, 2 * MIB)
+        assert put(consumer.agent, consumer.slab, "own", content(9, 2 * MIB))
         assert isinstance(consumer.want(WantedItem("own", 2 * MIB // 128))["own"], Pinned)
         ref = peer.put("a", 1, MIB)
         assert reason(consumer.fetch(ref)) is Reason.BUSY
