@@ -67,12 +67,12 @@ def engine(
 class Pair:
     """An engine that encodes, one that reads, one that does everything alone; and prompts for them."""
 
-    def __init__(self, model: str, size: tuple[int, int], producer: Any, consumer: Any) -> None:
+    def __init__(self, model: str, size: tuple[int, int], producer: Any, consumer: Any, alone: Any = None) -> None:
         self.prompt = PROMPTS[model]
         self.size = size
         self.producer = producer
         self.consumer = consumer
-        self.alone = engine(model, None)
+        self.alone = alone or engine(model, None)
         self.count = 0
 
     async def render(self, *colours: str, names: list[str] | None = None) -> Any:
@@ -117,8 +117,8 @@ class Pair:
         return dict(stats)
 
     def close(self) -> None:
-        for engine in (self.producer, self.consumer, self.alone):
-            engine.shutdown()
+        for each in {self.producer, self.consumer, self.alone}:
+            each.shutdown()
         del self.producer, self.consumer, self.alone
 
 

@@ -1,8 +1,8 @@
 """A real engine that reads encodings while its encoders die, stall and come back.
 
-One real encoder makes the encodings. The others are agents in processes of their own that hold the same bytes, so
-that each test can kill its own. Every test asserts what the engine's request is told, that pins, extents and KV
-blocks are back, and that the next request has the tokens of an engine that encodes itself.
+The engine encodes the picture once itself. Its encoders are agents in processes of their own that hold the same bytes,
+so that each test can kill its own; the last test kills a whole encoder engine. Every test asserts what the engine's
+request is told, that pins, extents and KV blocks are back, and that the next request has the tokens of the first.
 """
 
 from __future__ import annotations
@@ -59,15 +59,16 @@ def _recorder(config: Any, index: int = 0) -> Any:
 class Fleet:
     """The engines, the true encoding of one picture and the tokens that it must lead to."""
 
-    def __init__(self, pair: Pair, encoder_pids: list[int]) -> None:
+    def __init__(self, pair: Pair) -> None:
         self.pair = pair
-        self.encoder_pids = encoder_pids
         self.rows = torch.empty(0)
         self.expected: tuple[int, ...] = ()
 
     async def prepare(self) -> None:
-        self.expected = tokens(await self.pair.run(self.pair.alone, await self.pair.render(COLOUR)))
-        announced = await self.pair.encode(COLOUR)
+        output = await self.pair.run(self.pair.consumer, await self.pair.render(COLOUR))
+        self.expected = tokens(output)
+        announced = output.ec_transfer_params[COLOUR]
+        assert announced["source"] == "encoded"
         reader = Consumer(_SETTINGS, _COMPATIBILITY)
         answer = await asyncio.to_thread(reader.fetch, msgspec.convert(_fields(announced["ref"]), EncodingRef))
         assert isinstance(answer, Pinned), answer
@@ -115,18 +116,15 @@ def _fields(ref: dict[str, Any]) -> dict[str, Any]:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def fleet() -> AsyncIterator[Fleet]:
     with quiet():
-        before = {child.pid for child in psutil.Process().children(recursive=True)}
-        producer = engine(MODEL, "ec_producer")
-        encoder_pids = [child.pid for child in psutil.Process().children(recursive=True) if child.pid not in before]
-        consumer = engine(
+        reader = engine(
             MODEL,
-            "ec_consumer",
+            "ec_both",
             {"read_deadline_s": DEADLINE_S, "busy_wait_s": 60.0},
             stat_loggers=[_recorder],
             max_num_seqs=SEATS,
             max_num_batched_tokens=64,
         )
-        fleet = Fleet(Pair(MODEL, (56, 56), producer, consumer), encoder_pids)
+        fleet = Fleet(Pair(MODEL, (56, 56), reader, reader, reader))
         await fleet.prepare()
         yield fleet
         fleet.pair.close()
@@ -195,15 +193,16 @@ class TestEncoderLoss:
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_killed_encoder_engine(fleet: Fleet, start: Start) -> None:
-    """The last of all, for it takes the only real encoder."""
-    if not all(map(psutil.pid_exists, fleet.encoder_pids)):
-        pytest.skip("the encoder died in an earlier repetition")
-    colour = "rgb(77,0,7)"
-    prompt = await fleet.pair.render(colour)
-    ref = (await fleet.pair.encode(colour))["ref"]
-    for pid in fleet.encoder_pids:
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    with quiet():
+        encoder = engine(MODEL, "ec_producer")
+    pids = [child.pid for child in psutil.Process().children(recursive=True) if child.pid not in before]
+    name = _new_name()
+    output = await fleet.pair.run(encoder, await fleet.pair.render(COLOUR, names=[name]), max_tokens=1)
+    ref = msgspec.convert(_fields(output.ec_transfer_params[name]["ref"]), EncodingRef)
+    for pid in pids:
         psutil.Process(pid).kill()
-    output = await fleet.pair.run(fleet.pair.consumer, without_tensors(prompt), {colour: ref})
-    assert output.outputs[0].finish_reason == "error"
-    assert (await fleet.pair.failure())["reason"] == "lost"
+    assert await fleet.fails(ref) == "lost"
+    await fleet.text()
     await _works(fleet, start)
+    encoder.shutdown()
