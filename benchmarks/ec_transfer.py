@@ -8,7 +8,10 @@ with the place announced beforehand as in the pipeline. Beside it, in the same r
     ec_example_disk  what vLLM's ECExampleConnector does: save a safetensors file, load and copy it; on disk,
     ec_example_shm   and in memory
     ec_cpu_1ms       the sessions of vLLM's ECCPUConnector, driven by an engine step of 1 ms,
-    ec_cpu_10ms      and of 10 ms
+    ec_cpu_10ms      and of 10 ms; without saving
+
+`ec_save` is what happens before: from the finished tensor to the announcement (copy, digest, lease). `ec_handover` is
+both together. `ec_pipelined` is one of 16 items that one request wishes for at once.
 """
 
 from __future__ import annotations
@@ -28,16 +31,17 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.ec_agents import SIZES, WIDTH, build_agent, link_to, produce
+from benchmarks.ec_agents import SIZES, WIDTH, Fetcher, produce, settings
 from benchmarks.ec_upstream import Sessions
 from benchmarks.records import Record, options, percentile, publish, ratio
-from ec_connector.protocol import Drop, Pinned, ToScheduler, Want, WantedItem, encode
 from ec_connector.transport.nixl import NixlAgent
 from ec_connector.transport.reads import HOST_DEVICE, ReadState, Region
 from serving.protocol import EncodingRef
 
 _STEPS_S = {"ec_cpu_1ms": 0.001, "ec_cpu_10ms": 0.010}
 _WARM_UP = 3
+_PIPELINED = 16
+_PIPELINED_SIZES = ("512KiB", "4MiB")
 
 Timed = Callable[[str, int], float]
 """Runs one transfer of so many bytes under a fresh name and returns its seconds."""
@@ -48,25 +52,21 @@ class Ours:
 
     def __init__(self, producer: Connection) -> None:
         self._producer = producer
-        self._agent, _ = build_agent("consumer")
-        self._link = link_to(self._agent)
+        self._fetcher = Fetcher(settings())
+        self.last_save_s = 0.0
 
     def __call__(self, name: str, size_bytes: int) -> float:
-        self._producer.send((name, size_bytes))
-        ref = msgspec.convert(self._producer.recv(), EncodingRef)
-        started = time.perf_counter()
-        self._link.send(encode(Want(name, (WantedItem(name, ref.shape[0], ref=ref),))))
-        answers = self._link.receive(30.0)
-        elapsed = time.perf_counter() - started
-        answer = msgspec.msgpack.decode(answers[0], type=ToScheduler)
-        if not isinstance(answer, Pinned):
-            raise RuntimeError(f"the transfer failed: {answer}")
-        self._link.send(encode(Drop(name)))
-        return elapsed
+        return self.transfer([name], size_bytes)
+
+    def transfer(self, names: list[str], size_bytes: int) -> float:
+        """Seconds for all of these items, wished for by one request."""
+        self._producer.send((names, size_bytes))
+        announced, saves_s = zip(*self._producer.recv(), strict=True)
+        self.last_save_s = statistics.fmean(saves_s)
+        return self._fetcher.fetch(msgspec.convert(announced, list[EncodingRef]))
 
     def close(self) -> None:
-        self._agent.stop()
-        self._link.close()
+        self._fetcher.close()
 
 
 class BareRead:
@@ -92,11 +92,16 @@ class BareRead:
 
 class Memcpy:
     def __init__(self) -> None:
-        self._source, self._target = (np.ones(max(SIZES.values()), dtype=np.uint8) for _ in range(2))
+        self._source, self._target = (np.ones(_PIPELINED * SIZES["4MiB"], dtype=np.uint8) for _ in range(2))
 
     def __call__(self, name: str, size_bytes: int) -> float:
+        return self.copies(1, size_bytes)
+
+    def copies(self, count: int, size_bytes: int) -> float:
+        """Seconds for copying so many different runs of bytes."""
         started = time.perf_counter()
-        np.copyto(self._target[:size_bytes], self._source[:size_bytes])
+        for offset in range(0, count * size_bytes, size_bytes):
+            np.copyto(self._target[offset : offset + size_bytes], self._source[offset : offset + size_bytes])
         return time.perf_counter() - started
 
 
@@ -117,31 +122,70 @@ class ExampleConnector:
         return elapsed
 
 
+class Contenders(msgspec.Struct, frozen=True):
+    ours: Ours
+    memcpy: Memcpy
+    others: dict[str, Timed]
+
+    @property
+    def all(self) -> dict[str, Timed]:
+        return {"ours": self.ours, "memcpy": self.memcpy, **self.others}
+
+
 def measure(repeats: int) -> list[Record]:
     """Median and p99 of a transfer of ours beside each baseline's, in microseconds."""
-    times: dict[tuple[str, str], list[float]] = {}
     with _contenders() as contenders:
-        for size_name, size_bytes in SIZES.items():
-            for turn in range(_WARM_UP + repeats):
-                for name, run in contenders.items():
-                    elapsed = run(f"{size_name}-{turn}", size_bytes)
-                    if turn >= _WARM_UP:
-                        times.setdefault((name, size_name), []).append(elapsed * 1e6)
-    baselines = [name for name in contenders if name != "ours"]
+        times = _in_turns(contenders, repeats)
+        pipelined = _pipelined(contenders, max(repeats // 8, 5))
+    baselines = [name for name in contenders.all if name != "ours"]
     records = []
     for baseline in baselines:
         for size in SIZES:
-            ours, theirs = times["ours", size], times[baseline, size]
-            name = f"{baseline}/{size}"
-            records.append(
-                ratio(f"ec_transfer_p50_us/{name}", statistics.median(ours), statistics.median(theirs), "us")
-            )
-            records.append(ratio(f"ec_transfer_p99_us/{name}", percentile(ours, 0.99), percentile(theirs, 0.99), "us"))
+            records += _both(f"ec_transfer_{{}}_us/{baseline}/{size}", times["ours", size], times[baseline, size])
+    for size in SIZES:
+        memcpy, save = times["memcpy", size], times["save", size]
+        handover = [sum(both) for both in zip(save, times["ours", size], strict=True)]
+        records += _both(f"ec_save_{{}}_us/memcpy/{size}", save, memcpy)
+        records += _both(f"ec_handover_{{}}_us/memcpy/{size}", handover, memcpy)
+    return records + pipelined
+
+
+def _in_turns(contenders: Contenders, repeats: int) -> dict[tuple[str, str], list[float]]:
+    """Microseconds by contender and size, and those of `ours`' saves; disturbances of the machine hit all alike."""
+    times: dict[tuple[str, str], list[float]] = {}
+    for size_name, size_bytes in SIZES.items():
+        for turn in range(_WARM_UP + repeats):
+            for name, run in contenders.all.items():
+                elapsed = run(f"{size_name}-{turn}", size_bytes)
+                if turn >= _WARM_UP:
+                    times.setdefault((name, size_name), []).append(elapsed * 1e6)
+            if turn >= _WARM_UP:
+                times.setdefault(("save", size_name), []).append(contenders.ours.last_save_s * 1e6)
+    return times
+
+
+def _pipelined(contenders: Contenders, repeats: int) -> list[Record]:
+    """Microseconds per item, of 16 that one request wishes for."""
+    records = []
+    for size_name in _PIPELINED_SIZES:
+        ours, memcpy = [], []
+        for turn in range(1 + repeats):
+            names = [f"pipelined-{size_name}-{turn}-{number}" for number in range(_PIPELINED)]
+            ours.append(contenders.ours.transfer(names, SIZES[size_name]) / _PIPELINED * 1e6)
+            memcpy.append(contenders.memcpy.copies(_PIPELINED, SIZES[size_name]) / _PIPELINED * 1e6)
+        records += _both(f"ec_pipelined_{{}}_us/memcpy/{size_name}", ours[1:], memcpy[1:])
     return records
 
 
+def _both(metric: str, ours: list[float], theirs: list[float]) -> list[Record]:
+    return [
+        ratio(metric.format("p50"), statistics.median(ours), statistics.median(theirs), "us"),
+        ratio(metric.format("p99"), percentile(ours, 0.99), percentile(theirs, 0.99), "us"),
+    ]
+
+
 @contextmanager
-def _contenders() -> Iterator[dict[str, Timed]]:
+def _contenders() -> Iterator[Contenders]:
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload(["benchmarks.ec_agents", "benchmarks.ec_upstream"])
     pipe, theirs = processes.Pipe()
@@ -153,14 +197,13 @@ def _contenders() -> Iterator[dict[str, Timed]]:
     sessions = {name: Sessions(step_s) for name, step_s in _STEPS_S.items()}
     with tempfile.TemporaryDirectory() as disk, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
         try:
-            yield {
-                "ours": ours,
-                "memcpy": Memcpy(),
+            others: dict[str, Timed] = {
                 "nixl_read": BareRead(msgspec.convert(region, Region), metadata),
                 "ec_example_disk": ExampleConnector(Path(disk)),
                 "ec_example_shm": ExampleConnector(Path(memory)),
                 **sessions,
             }
+            yield Contenders(ours, Memcpy(), others)
         finally:
             for session in sessions.values():
                 session.close()

@@ -11,6 +11,7 @@ import os
 import socket
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from vllm.distributed.ec_transfer.ec_connector.cpu.control.zmq import ZmqClientTransport, ZmqServerTransport
@@ -66,6 +67,7 @@ class Sessions:
             if results.tombstoned or time.perf_counter() - started > _TIMEOUT_S:
                 raise RuntimeError(f"the transfer failed: {results}")
         elapsed = time.perf_counter() - started
+        self._pipe.send("rest")
         self._cache.discard(name)
         return elapsed
 
@@ -83,25 +85,23 @@ def _produce(pipe: Connection, address: tuple[str, int], step_s: float) -> None:
     transport = ZmqServerTransport(*address)
     session = ProducerSession(transport=transport, data=data, cache=cache, compat_hash="bench")
     pipe.send("ready")
-    while True:
-        if pipe.poll(step_s):
-            wish = pipe.recv()
-            if wish is None:
-                break
-            name, size_bytes = wish
-            entry = cache.alloc(name, *_extent(size_bytes))  # evicts earlier ones
-            region.blocks[list(entry.block_ids)] = 1
-            cache.mark_ready(name)
-            pipe.send("published")
-        session.poll_step()
+    while (wish := pipe.recv()) is not None:
+        name, size_bytes = wish
+        entry = cache.alloc(name, *_extent(size_bytes))  # evicts earlier ones
+        region.blocks[list(entry.block_ids)] = 1
+        cache.mark_ready(name)
+        pipe.send("published")
+        while not pipe.poll(step_s):  # steps only in its turn, so as not to disturb what is measured beside it
+            session.poll_step()
+        pipe.recv()
     session.close()
     region.cleanup()
 
 
 def _storage(name: str) -> tuple[Any, Any, Any]:
-    """(region, cache, data transport) of one side."""
-
+    """(region, cache, data transport) of one side. The region's file is gone at once: no other process maps it."""
     region = ECSharedRegion(engine_id=name, num_blocks=_BLOCKS, block_size_bytes=_BLOCK_BYTES)
+    Path(f"/dev/shm/vllm_ec_{name}.mmap").unlink()
     data = NixlDataTransport(name, region.blocks.data_ptr(), _BLOCKS, _BLOCK_BYTES, _REGION_BYTES)
     return region, EmbeddingCache(_BLOCKS), data
 

@@ -3,18 +3,19 @@
 It sleeps in one poll over all sockets, until a peer, the scheduler or the worker wants something or a deadline
 passes. Only while a read is under way that has not completed at once does it look again every 50 us, which is
 what a slow lane needs without burning the core that the engine computes on.
+
+The state is under a lock, so that the engine's thread can save and look up without waking this one; sockets and
+NIXL belong to the IO thread alone.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import queue
 import threading
 import time
 import uuid
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import TypeVar
 from urllib.parse import urlsplit
 
@@ -22,6 +23,7 @@ import msgspec
 
 from ec_connector.config import ECConfig
 from ec_connector.core import Core, Identity, control_address
+from ec_connector.lanes import Here
 from ec_connector.protocol import (
     PeerMessage,
     PeerReply,
@@ -30,32 +32,40 @@ from ec_connector.protocol import (
     encode,
 )
 from ec_connector.slab import Slab
+from ec_connector.transport.local import LocalServer, local_address
 from ec_connector.transport.nixl import NixlAgent
-from ec_connector.transport.zmq import ConnectionLost, Hub, Received, local_address
+from ec_connector.transport.zmq import ConnectionLost, Event, Hub, Received, ReceivedLocally
 
 logger = logging.getLogger(__name__)
 
-_PEERS, _SCHEDULER = "peers", "scheduler"
+_PEERS = "peers"
 _MOVING_SLEEP_S = 50e-6
-_CALL_TIMEOUT_S = 30.0
+_STOP_WAIT_S = 30.0
 
 Result = TypeVar("Result")
 
 
 class _Network:
-    """Control connections as the state machines see them."""
+    """Control connections as the state machines see them. Messages leave with `flush`, after the scheduler's."""
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
+        self._unsent: list[tuple[str, PeerMessage]] = []
 
     def connect(self, address: str) -> None:
         self._hub.connect(address)
 
     def disconnect(self, address: str) -> None:
+        self.flush()
         self._hub.disconnect(address)
 
     def send(self, address: str, message: PeerMessage) -> None:
-        self._hub.send(address, encode(message))
+        self._unsent.append((address, message))
+
+    def flush(self) -> None:
+        unsent, self._unsent = self._unsent, []
+        for address, message in unsent:
+            self._hub.send(address, encode(message))
 
 
 class Agent:
@@ -89,21 +99,24 @@ class Agent:
         self._hub = Hub(config.secret)
         port = config.control_port + rank if config.control_port else 0
         bound = self._hub.serve(_PEERS, control_address(config.control_host, port))
-        self._hub.serve(_SCHEDULER, local_address(engine_id, rank))
+        self._local = LocalServer(local_address(engine_id, rank), config.secret)
+        self._hub.adopt(self._local)
         peer = control_address(config.control_host, urlsplit(bound).port or 0)
         self.identity = Identity(engine_id, rank, ranks, peer, uuid.uuid4().hex, compatibility, dtype)
         self._nixl = NixlAgent(f"ec-{self.identity.epoch}", slab.region)
+        self._network = _Network(self._hub)
         self._core = Core(
             self.identity,
             config,
             slab,
             nixl_metadata=self._nixl.metadata(),
             reader=self._nixl,
-            network=_Network(self._hub),
+            network=self._network,
+            here=Here.observe(),
             clock=time.monotonic,
         )
-        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._scheduler: bytes | None = None
+        self._state = threading.Lock()
+        self._scheduler: int | None = None
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="ec-agent", daemon=True)
 
@@ -114,33 +127,20 @@ class Agent:
     def stop(self) -> None:
         """Close the sockets and end the thread. The slab stays mapped: a peer may still be reading it."""
         if self._thread.is_alive():
-            self.post(self._stop)
-            self._thread.join(_CALL_TIMEOUT_S)
+            self._stopping = True
+            self._hub.wake()
+            self._thread.join(_STOP_WAIT_S)
 
     def call(self, function: Callable[[Core, float], Result]) -> Result:
-        """Run `function(core, now)` on the IO thread and return its result. For other threads."""
-        future: Future[Result] = Future()
+        """`function(core, now)`, for other threads. It must neither read from peers nor send to them."""
+        with self._state:
+            return function(self._core, time.monotonic())
 
-        def run() -> None:
-            try:
-                future.set_result(function(self._core, time.monotonic()))
-            except Exception as error:  # handed to the caller, who owns it
-                future.set_exception(error)
-
-        self.post(run)
-        return future.result(_CALL_TIMEOUT_S)
-
-    def post(self, command: Callable[[], None]) -> None:
-        """Run `command` on the IO thread some time soon."""
-        self._commands.put(command)
+    def tell(self, function: Callable[[Core, float], Result]) -> Result:
+        """As `call`, where the change gives the IO thread something to do, or a deadline to keep."""
+        result = self.call(function)
         self._hub.wake()
-
-    def tell(self, function: Callable[[Core], None]) -> None:
-        """Run `function(core)` on the IO thread, before any message that the caller's process sends later."""
-        self.post(lambda: function(self._core))
-
-    def _stop(self) -> None:
-        self._stopping = True
+        return result
 
     def _run(self) -> None:
         try:
@@ -154,44 +154,44 @@ class Agent:
             os._exit(1)
 
     def _turn(self) -> None:
-        """One round: wait, run commands, take messages, advance, answer."""
-        for event in self._wait():
-            match event:
-                case ConnectionLost():
-                    self._core.fetches.on_lost(time.monotonic(), event.address)
-                case Received():
-                    self._receive(event)
-        to_scheduler, to_peers = self._core.poll(time.monotonic())
+        """One round: wait, take messages, advance, answer."""
+        events = self._wait()
+        with self._state:
+            for event in events:
+                self._take(event)
+            to_scheduler, to_peers = self._core.poll(time.monotonic())
         for message in to_scheduler:
             assert self._scheduler is not None
-            self._hub.reply(_SCHEDULER, self._scheduler, encode(message))
+            self._local.reply(self._scheduler, encode(message))
+        self._network.flush()
         for sender, reply in to_peers:
             self._hub.reply(_PEERS, sender, encode(reply))
 
-    def _wait(self) -> list[Received | ConnectionLost]:
-        now = time.monotonic()
-        wake_at = self._core.wake_at(now)
-        if self._core.fetches.moving:
+    def _wait(self) -> list[Event]:
+        with self._state:
+            now = time.monotonic()
+            wake_at = self._core.wake_at(now)
+            moving = self._core.moving
+        if moving:
             time.sleep(_MOVING_SLEEP_S)
-        events = self._hub.poll(None if wake_at is None else max(0.0, wake_at - now))
-        # A message that was sent after a command was posted must find the command done.
-        while not self._commands.empty():
-            self._commands.get()()
-        return events
+        return self._hub.poll(None if wake_at is None else max(0.0, wake_at - now))
 
-    def _receive(self, event: Received) -> None:
+    def _take(self, event: Event) -> None:
         now = time.monotonic()
-        if event.origin == _SCHEDULER:
-            self._scheduler = event.sender
-            answer = self._core.on_local(now, msgspec.msgpack.decode(event.payload, type=ToAgent))
-            if answer is not None:
-                self._hub.reply(_SCHEDULER, event.sender, encode(answer))
-        elif event.origin == _PEERS:
-            reply = self._answer(now, event)
-            if reply is not None:
-                self._hub.reply(_PEERS, event.sender, encode(reply))
-        else:
-            self._take_reply(now, event)
+        match event:
+            case ConnectionLost():
+                self._core.fetches.on_lost(now, event.address)
+            case ReceivedLocally():
+                self._scheduler = event.sender
+                answer = self._core.on_local(now, msgspec.msgpack.decode(event.payload, type=ToAgent))
+                if answer is not None:
+                    self._local.reply(event.sender, encode(answer))
+            case Received() if event.origin == _PEERS:
+                reply = self._answer(now, event)
+                if reply is not None:
+                    self._hub.reply(_PEERS, event.sender, encode(reply))
+            case Received():
+                self._take_reply(now, event)
 
     def _answer(self, now: float, event: Received) -> PeerReply | None:
         try:

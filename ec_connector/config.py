@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 from collections.abc import Mapping
 from typing import Any
@@ -46,11 +47,25 @@ class ECConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     def allows(self, host: str) -> bool:
         """Whether `host`, an IP address, lies in one of the peer networks."""
-        try:
-            address = ipaddress.ip_address(host)
-        except ValueError:
-            return False
-        return any(address in ipaddress.ip_network(network) for network in self.peer_networks)
+        return _lies_in(host, self.peer_networks)
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """Times in seconds; `reader` of `readers` is this rank among those that read each lease."""
+
+    read_deadline_s: float
+    quarantine_s: float
+    reader: int
+    readers: int
+
+
+@functools.lru_cache(maxsize=1024)  # asked for every read, and parsing costs more than the rest of the check
+def _lies_in(host: str, networks: tuple[str, ...]) -> bool:
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return any(address in ipaddress.ip_network(network) for network in networks)
 
 
 def parse_config(extra: Mapping[str, Any]) -> ECConfig:

@@ -21,10 +21,11 @@ from vllm.v1.request import Request
 from ec_connector.agent import Agent
 from ec_connector.config import ECConfig, check_slab_size, parse_config
 from ec_connector.gate import Gate
+from ec_connector.metrics import ECPromMetrics, ECStats
 from ec_connector.protocol import compatibility_hash
 from ec_connector.scheduler import ECScheduler, Outputs, StepMetadata
 from ec_connector.slab import Slab
-from ec_connector.transport.zmq import LocalClient, local_address
+from ec_connector.transport.local import LocalClient, local_address
 from ec_connector.worker import ECWorker
 
 
@@ -97,6 +98,24 @@ class TriptychECConnector(ECConnectorBase):  # type: ignore[misc]
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         return False, self.scheduler.request_finished(request)
+
+    def get_ec_connector_stats(self) -> ECStats | None:
+        counts = None if self._scheduler is None else self._scheduler.take_counts()
+        return None if counts is None else ECStats(data=counts)
+
+    @classmethod
+    def build_ec_connector_stats(cls, data: dict[str, Any] | None = None) -> ECStats | None:
+        return ECStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> ECPromMetrics:
+        return ECPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
 def _build_scheduler(vllm_config: VllmConfig, config: ECConfig) -> ECScheduler:

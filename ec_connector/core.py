@@ -1,23 +1,26 @@
 """Everything one agent knows, without its thread and sockets.
 
 Puts the pool, the producer's and the consumer's state machines and the slab together, and answers the three
-who talk to an agent: peers, the engine's scheduler, and the worker. All methods run on the IO thread.
+who talk to an agent: peers, the engine's scheduler, and the worker. One thread at a time; methods for the worker
+touch neither NIXL nor sockets, which belong to the IO thread.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
 
-from ec_connector.config import ECConfig
+from ec_connector.config import ECConfig, Limits
 from ec_connector.consumer import Consumer, Rules
-from ec_connector.fetches import Fetches, Limits
+from ec_connector.counters import counters
+from ec_connector.failures import Failures
+from ec_connector.fetches import Fetches
+from ec_connector.lanes import Here, Probes
 from ec_connector.pool import Extent, Pool, Spec, State
 from ec_connector.ports import Network, Reader
 from ec_connector.producer import Producer
@@ -25,6 +28,8 @@ from ec_connector.protocol import (
     WIRE_VERSION,
     Announce,
     Announced,
+    Count,
+    Counted,
     Done,
     Drop,
     Fail,
@@ -47,7 +52,6 @@ from ec_connector.protocol import (
 from ec_connector.slab import Slab, element_type
 from serving.protocol import EncodingRef
 
-_KEPT_FAILURES = 1024
 _DEVICE_POLL_S = 0.001
 
 Ready = Callable[[], bool]
@@ -69,11 +73,6 @@ class Identity(msgspec.Struct, frozen=True):
     dtype: str
 
 
-class Failure(msgspec.Struct, frozen=True):
-    reason: str
-    identifiers: tuple[str, ...]
-
-
 class Core:
     """The state of one agent.
 
@@ -84,6 +83,7 @@ class Core:
         nixl_metadata: What peers need to read it.
         reader: The data plane.
         network: Control connections to peers.
+        here: Where this process runs.
         clock: Monotonic seconds, for measuring.
     """
 
@@ -96,6 +96,7 @@ class Core:
         nixl_metadata: bytes,
         reader: Reader,
         network: Network,
+        here: Here,
         clock: Callable[[], float],
     ) -> None:
         self._identity = identity
@@ -104,6 +105,9 @@ class Core:
         self._nixl_metadata = nixl_metadata
         self.pool = Pool(config.slab_bytes)
         self.producer = Producer(self.pool, peer=identity.peer, epoch=identity.epoch, pin_lease_s=config.pin_lease_s)
+        self._place = here.place
+        region = slab.region
+        self.probes = Probes(reader, here, clock, offset=slab.probe_offset, device=region.device)
         self.fetches = Fetches(
             self.pool,
             slab,
@@ -121,9 +125,10 @@ class Core:
             itemsize=element_type(identity.dtype).itemsize,
         )
         self.consumer = Consumer(self.pool, self.fetches, rules)
-        self._failures: OrderedDict[str, Failure] = OrderedDict()
+        self.failures = Failures()
         self._on_device: list[tuple[Ready, Callable[[], None]]] = []
         self.saves = 0
+        self.save_bytes = 0
         self.saves_skipped = 0
         self.loads = 0
 
@@ -146,7 +151,14 @@ class Core:
         if hello.compatibility != self._identity.compatibility:
             return Refused("another model, revision or dtype")
         region = self._slab.region
-        return Welcome(self._identity.epoch, self._nixl_metadata, region.address, region.size_bytes, region.device)
+        return Welcome(
+            self._identity.epoch,
+            self._nixl_metadata,
+            region.address,
+            region.size_bytes,
+            region.device,
+            self._place,
+        )
 
     # --- the scheduler ----------------------------------------------------------------------------------------
 
@@ -165,10 +177,10 @@ class Core:
             case Retract():
                 self.producer.release(message.leases)
             case Fail():
-                self._failures[message.request_id] = Failure(message.reason, message.identifiers)
-                while len(self._failures) > _KEPT_FAILURES:
-                    self._failures.popitem(last=False)
+                self.failures.add(message)
                 return Noted(message.request_id)
+            case Count():
+                return Counted(counters(self))
         return None
 
     # --- the worker -------------------------------------------------------------------------------------------
@@ -190,12 +202,16 @@ class Core:
             return None
         return extents[0]
 
-    def saved(self, extent: Extent, ready: Ready | None) -> None:
-        """The copy into `extent` was issued; it is there once `ready` says so (None: already)."""
+    def saved(self, extent: Extent, ready: Ready | None, digest: int | None) -> None:
+        """The copy into `extent` was issued; it is there once `ready` says so (None: already).
+
+        `digest` is None where the copy was left to a device, so that the bytes can only be digested afterwards.
+        """
 
         def commit() -> None:
             self.saves += 1
-            self.pool.commit(extent, self._slab.digest(extent.offset, extent.size_bytes))
+            self.save_bytes += extent.size_bytes
+            self.pool.commit(extent, self._slab.digest(extent.offset, extent.size_bytes) if digest is None else digest)
 
         self._when(ready, commit)
 
@@ -220,39 +236,6 @@ class Core:
         refs = self.producer.announce(now, identifiers, {})
         return {i: self._announcement(refs[i]) if i in refs else None for i in identifiers}
 
-    def take_failures(self, request_ids: Sequence[str] | None) -> dict[str, dict[str, Any]]:
-        """Remove and return the failures of these requests (None: all), keyed by the ids given.
-
-        A request is known here by vLLM's internal id: the external one, `-` and 8 characters.
-        """
-        taken = {}
-        for internal in list(self._failures):
-            external = internal if request_ids is None else _match(internal, request_ids)
-            if external is not None:
-                taken[external] = msgspec.to_builtins(self._failures.pop(internal))
-        return taken
-
-    def stats(self) -> dict[str, int | float]:
-        counts: dict[str, int | float] = {
-            **msgspec.structs.asdict(self.pool.stats()),
-            "saves": self.saves,
-            "saves_skipped": self.saves_skipped,
-            "loads": self.loads,
-            "hits": self.consumer.hits,
-            "reads": self.fetches.reads,
-            "reads_in_place": self.fetches.reads_in_place,
-            "read_bytes": self.fetches.read_bytes,
-            "read_seconds": self.fetches.read_seconds,
-            "open_pins": self.consumer.open_pins,
-            "open_leases": self.producer.open_leases,
-            "leases_expired": self.producer.leases_expired,
-            "leases_revoked": self.producer.leases_revoked,
-            "nacks_sent": self.producer.nacks,
-            "nacks_received": self.fetches.nacks,
-        }
-        counts.update({f"failed_{reason}": number for reason, number in self.consumer.failures.items()})
-        return counts
-
     # --- time -------------------------------------------------------------------------------------------------
 
     def poll(self, now: float) -> tuple[list[ToScheduler], list[tuple[bytes, PeerReply]]]:
@@ -260,11 +243,20 @@ class Core:
         pending, self._on_device = self._on_device, []
         for ready, action in pending:
             self._when(ready, action)
-        return self.consumer.poll(now), self.producer.poll(now)
+        to_scheduler = self.consumer.poll(now)
+        if self.fetches.idle:
+            for address in self.probes.poll(self.fetches.greeted()):
+                self.fetches.on_lost(now, address)
+        return to_scheduler, self.producer.poll(now)
+
+    @property
+    def moving(self) -> bool:
+        """Whether a read is under way, so that `poll` should be called again at once."""
+        return self.fetches.moving or (self.probes.running and self.fetches.idle)
 
     def wake_at(self, now: float) -> float | None:
         """When `poll` has something to do at the latest; None when nothing is timed."""
-        if self.fetches.moving:
+        if self.moving:
             return now
         deadlines = [self.consumer.next_deadline(), self.producer.next_deadline(), self.fetches.next_deadline(now)]
         deadlines += [now + _DEVICE_POLL_S] if self._on_device else []
@@ -288,10 +280,6 @@ class Core:
         if ref.size_bytes != math.prod(ref.shape) * element_type(ref.dtype).itemsize:
             return Reason.MISMATCH
         return None if self._config.allows(urlsplit(ref.peer).hostname or "") else Reason.MISMATCH
-
-
-def _match(internal: str, request_ids: Sequence[str]) -> str | None:
-    return next((r for r in request_ids if internal == r or (internal[:-9] == r and internal[-9] == "-")), None)
 
 
 def control_address(host: str, port: int) -> str:

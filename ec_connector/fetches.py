@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 import msgspec
 
-from ec_connector.lanes import Lane
+from ec_connector.config import Limits
 from ec_connector.pool import Extent, Pool
-from ec_connector.ports import Memory, Network, Reader
+from ec_connector.ports import Greeted, Memory, Network, Reader
 from ec_connector.protocol import (
     Done,
     Get,
@@ -50,7 +50,6 @@ class _Peer(msgspec.Struct, eq=False):
     """A producer we talk to. `name` and `welcome` are set once it has answered."""
 
     waiting: list[Fetch]
-    lane: Lane
     name: str = ""
     welcome: Welcome | None = None
 
@@ -65,15 +64,6 @@ class _Unsettled(msgspec.Struct, frozen=True, eq=False):
     fetch: Fetch
     read: Read
     drop_at: float
-
-
-class Limits(msgspec.Struct, frozen=True):
-    """Times in seconds; `reader` of `readers` is this rank among those that read each lease."""
-
-    read_deadline_s: float
-    quarantine_s: float
-    reader: int
-    readers: int
 
 
 class Fetches:
@@ -114,7 +104,7 @@ class Fetches:
         self._active[ref.identifier] = fetch
         peer = self._peers.get(ref.peer)
         if peer is None:
-            self._peers[ref.peer] = _Peer([fetch], Lane(ref.peer))
+            self._peers[ref.peer] = _Peer([fetch])
             self._network.connect(ref.peer)
             self._network.send(ref.peer, self._hello)
         elif peer.welcome is None:
@@ -154,7 +144,9 @@ class Fetches:
                     self._give_up(now, asked, Reason.LOST)
 
     def on_lost(self, now: float, address: str) -> None:
-        """The connection to a peer broke: its items are lost, and nothing else is."""
+        """The connection to a peer broke, or a read from it: its items are lost, and nothing else is."""
+        if address not in self._peers:
+            return
         for fetch in self._of_peer(address):
             self._give_up(now, fetch, Reason.LOST)
         self._forget_peer(address)
@@ -175,6 +167,15 @@ class Fetches:
     def moving(self) -> bool:
         """Whether a read is under way, so that `poll` should be called again at once."""
         return any(fetch.read is not None for fetch in self._active.values())
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request waits for a peer."""
+        return not self._active
+
+    def greeted(self) -> list[Greeted]:
+        """The peers that can be read from at present."""
+        return [Greeted(a, p.name, p.region(), p.welcome.place) for a, p in self._peers.items() if p.welcome]
 
     def next_deadline(self, now: float) -> float | None:
         """When `poll` has something to do at the latest; None when nothing is timed."""
@@ -222,9 +223,7 @@ class Fetches:
             self._give_up(now, fetch, Reason.MISMATCH)
             return
         fetch.read = self._reader.read(peer.name, region, source_offset, fetch.extent.offset, size)
-        in_place = fetch.read.state is ReadState.DONE
-        self.reads_in_place += in_place
-        peer.lane.count(in_place=in_place)
+        self.reads_in_place += fetch.read.state is ReadState.DONE
         self._check(now, fetch)
 
     def _check(self, now: float, fetch: Fetch) -> None:
@@ -234,7 +233,7 @@ class Fetches:
                 return
             case ReadState.LOST:
                 self._give_up(now, fetch, Reason.LOST)
-                self._drop_unreadable(now, fetch.ref.peer)
+                self.on_lost(now, fetch.ref.peer)  # though its socket may not have noticed yet
             case ReadState.DONE:
                 self._verify(now, fetch)
 
@@ -273,13 +272,7 @@ class Fetches:
         elif now >= entry.drop_at:
             self._unsettled.remove(entry)
             self._unsettled.append(_Unsettled(entry.fetch, entry.read, now + self._limits.quarantine_s))
-            if entry.fetch.ref.peer in self._peers:
-                self.on_lost(now, entry.fetch.ref.peer)
-
-    def _drop_unreadable(self, now: float, address: str) -> None:
-        """A failed read means that the peer's data plane is gone, though its socket may not have noticed yet."""
-        if address in self._peers:
-            self.on_lost(now, address)
+            self.on_lost(now, entry.fetch.ref.peer)
 
     def _forget_peer(self, address: str) -> None:
         peer = self._peers.pop(address, None)

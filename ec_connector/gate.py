@@ -16,6 +16,8 @@ from ec_connector.protocol import (
     Absent,
     Announce,
     Announced,
+    Count,
+    Counted,
     Drop,
     Fail,
     Missing,
@@ -33,6 +35,7 @@ from ec_connector.protocol import (
 from serving.protocol import EncodingRef
 
 _START_WAIT_S = 60.0
+_COUNT_EVERY_S = 1.0
 
 
 class Link(Protocol):
@@ -78,6 +81,8 @@ class Gate:
         self._answers: dict[int, Announced] = {}
         self._awaited: int | None = None
         self._next_token = 0
+        self._counts: dict[str, float] | None = None
+        self._count_at = 0.0
         self.publisher = Announced(0, "", "", {})
         """Rank 0's address and epoch, after `await_agents`."""
 
@@ -159,6 +164,17 @@ class Gate:
         self._awaited = None
         return None if answer is None else answer.refs
 
+    def ask_counts(self, now: float) -> None:
+        """Ask rank 0's agent for its numbers, once a second at most."""
+        if now >= self._count_at:
+            self._count_at = now + _COUNT_EVERY_S
+            self._links[0].send(encode(Count()))
+
+    def take_counts(self) -> dict[str, float] | None:
+        """The agent's numbers, if they came since the last call."""
+        counts, self._counts = self._counts, None
+        return counts
+
     def finish(self, request_id: str, refs: Iterable[EncodingRef]) -> None:
         """The request ended: its pins go, and so do the leases among `refs` that nobody was asked about."""
         tracked = self._requests.pop(request_id, _Tracked())
@@ -190,6 +206,9 @@ class Gate:
             message = msgspec.msgpack.decode(payload, type=ToScheduler)
             if isinstance(message, Announced):
                 self._take_announcement(message)
+                continue
+            if isinstance(message, Counted):
+                self._counts = message.numbers
                 continue
             tracked = self._requests.get(message.request_id)
             if tracked is None:

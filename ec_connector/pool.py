@@ -98,19 +98,12 @@ class Pool:
         """
         if any(spec.identifier in self._by_id for spec in specs):
             raise ValueError("an extent for one of the identifiers exists")
-        trial = self._free.copy()
-        victims: list[Extent] = []
-        evictable = iter([e for e in self._by_id.values() if e.state is State.READY and e.pins == 0])
-        while (offsets := trial.take_all([spec.size_bytes for spec in specs])) is None:
-            victim = next(evictable, None)
-            if victim is None:
-                return None
-            trial.give(victim.offset, victim.size_bytes)
-            victims.append(victim)
-        for victim in victims:
-            del self._by_id[victim.identifier]
-        self.evictions += len(victims)
-        self._free = trial
+        sizes = [spec.size_bytes for spec in specs]
+        offsets = self._free.take_all(sizes)
+        if offsets is None:
+            offsets = self._evict_for(sizes)
+        if offsets is None:
+            return None
         return [self._insert(spec, offset) for spec, offset in zip(specs, offsets, strict=True)]
 
     def commit(self, extent: Extent, digest: int) -> None:
@@ -174,6 +167,26 @@ class Pool:
     def extents(self) -> list[Extent]:
         """Every extent that takes room, in no particular order."""
         return [*self._by_id.values(), *self._quarantined]
+
+    def _evict_for(self, sizes: Sequence[int]) -> list[int] | None:
+        """Offsets for all of `sizes` at the cost of the least recently used, or None and nothing evicted."""
+        trial = self._free.copy()
+        victims: list[Extent] = []
+        for victim in self._by_id.values():
+            if victim.state is not State.READY or victim.pins:
+                continue
+            victims.append(victim)
+            trial.give(victim.offset, victim.size_bytes)
+            offsets = trial.take_all(sizes)
+            if offsets is not None:
+                break
+        else:
+            return None
+        for victim in victims:
+            del self._by_id[victim.identifier]
+        self.evictions += len(victims)
+        self._free = trial
+        return offsets
 
     def _insert(self, spec: Spec, offset: int) -> Extent:
         self._generation += 1

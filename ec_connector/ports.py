@@ -4,8 +4,19 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from ec_connector.protocol import PeerMessage
+import msgspec
+
+from ec_connector.protocol import PeerMessage, Place
 from ec_connector.transport.reads import Read, ReadState, Region
+
+
+class Greeted(msgspec.Struct, frozen=True):
+    """A peer that can be read from, under the data plane's `name` for it."""
+
+    address: str
+    name: str
+    region: Region
+    place: Place
 
 
 class Network(Protocol):

@@ -20,7 +20,7 @@ import msgspec
 
 from serving.protocol import EncodingRef
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 """Raised with every change to this file that an older peer would misread."""
 
 
@@ -63,6 +63,15 @@ class Hello(_Message, frozen=True):
     compatibility: str
 
 
+class Place(_Message, frozen=True):
+    """Where a process runs, as far as it decides which way its memory can be read. `boot` names the running kernel."""
+
+    boot: str
+    pid_namespace: str
+    ipc_namespace: str
+    user: int
+
+
 class Welcome(_Message, frozen=True):
     """The producer's answer: how to read its slab.
 
@@ -74,6 +83,7 @@ class Welcome(_Message, frozen=True):
     address: int
     slab_bytes: int
     device: int
+    place: Place
 
 
 class Refused(_Message, frozen=True):
@@ -189,7 +199,11 @@ class Fail(_Message, frozen=True):
     identifiers: tuple[str, ...]
 
 
-ToAgent = Want | Drop | PinView | Announce | Retract | Fail
+class Count(_Message, frozen=True):
+    """Asks for the agent's counters and gauges. Answered by Counted."""
+
+
+ToAgent = Want | Drop | PinView | Announce | Retract | Fail | Count
 
 
 class Pinned(_Message, frozen=True):
@@ -229,7 +243,11 @@ class Noted(_Message, frozen=True):
     request_id: str
 
 
-ToScheduler = Pinned | Absent | Missing | Announced | Noted
+class Counted(_Message, frozen=True):
+    numbers: dict[str, float]
+
+
+ToScheduler = Pinned | Absent | Missing | Announced | Noted | Counted
 
 
 def encode(message: msgspec.Struct) -> bytes:

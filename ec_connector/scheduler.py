@@ -5,6 +5,7 @@ Runs inside vLLM's scheduler, which calls every method from one thread.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -101,6 +102,7 @@ class ECScheduler:
 
     def build_connector_meta(self, output: SchedulerOutput) -> StepMetadata:
         """This step's work for the workers. A step without tokens runs no hook on the V1 runner: its work is kept."""
+        self._gate.ask_counts(time.monotonic())
         for identifier in output.free_encoder_mm_hashes:
             self._views.evict(identifier)
         for request_id, indices in output.scheduled_encoder_inputs.items():
@@ -119,6 +121,9 @@ class ECScheduler:
         self._gate.finish(request.request_id, [ref for ref in refs if ref is not None])
         self._features.pop(request.request_id, None)
         return params
+
+    def take_counts(self) -> dict[str, float] | None:
+        return self._gate.take_counts()
 
     def close(self) -> None:
         self._gate.close()

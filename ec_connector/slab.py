@@ -8,7 +8,7 @@ import mmap
 import torch
 import xxhash
 
-from ec_connector.transport.reads import HOST_DEVICE, Region
+from ec_connector.transport.reads import HOST_DEVICE, PROBE_BYTES, Region
 
 
 class Slab:
@@ -18,10 +18,15 @@ class Slab:
     """
 
     def __init__(self, size_bytes: int, device: torch.device) -> None:
-        self._bytes = _host_memory(size_bytes) if device.type == "cpu" else _device_memory(size_bytes, device)
+        whole = size_bytes + PROBE_BYTES
+        self._bytes = _host_memory(whole) if device.type == "cpu" else _device_memory(whole, device)
+        # The same bytes without torch, whose slices cost more than digesting a small item.
+        self._host = memoryview(self._bytes.numpy()) if device.type == "cpu" else None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._staging: torch.Tensor | None = None
         self.device = device
+        self.probe_offset = size_bytes
+        """Where `PROBE_BYTES` of the region lie that no extent uses."""
 
     @property
     def region(self) -> Region:
@@ -39,18 +44,24 @@ class Slab:
         size = math.prod(shape) * element.itemsize
         return self._bytes[offset : offset + size].view(element).view(shape)
 
-    def write(self, offset: int, tensor: torch.Tensor) -> None:
-        """Copy `tensor` (rows, width) to `offset`, in the order of the current stream."""
+    def write(self, offset: int, tensor: torch.Tensor) -> int | None:
+        """Copy `tensor` (rows, width) to `offset`, in the order of the current stream.
+
+        Returns the digest of what was written; None where a device is still writing.
+        """
         self.view(offset, (tensor.shape[0], tensor.shape[1]), dtype_name(tensor)).copy_(tensor.detach())
+        return self.digest(offset, tensor.nbytes) if self._host is not None else None
 
     def digest(self, offset: int, size_bytes: int) -> int:
         """xxh3_64 over the bytes at `offset`. Nothing may be writing there."""
-        return int(xxhash.xxh3_64_intdigest(self._host_bytes(offset, size_bytes).numpy()))
+        if self._host is not None:
+            return int(xxhash.xxh3_64_intdigest(self._host[offset : offset + size_bytes]))
+        return int(xxhash.xxh3_64_intdigest(self._staged(offset, size_bytes).numpy()))
 
-    def _host_bytes(self, offset: int, size_bytes: int) -> torch.Tensor:
+    def _staged(self, offset: int, size_bytes: int) -> torch.Tensor:
+        """A copy in host memory."""
+        assert self._stream is not None
         source = self._bytes[offset : offset + size_bytes]
-        if self._stream is None:
-            return source
         if self._staging is None or self._staging.numel() < size_bytes:
             self._staging = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
         target = self._staging[:size_bytes]

@@ -13,6 +13,7 @@ from vllm.distributed.ec_transfer import get_ec_transfer
 
 from ec_connector.agent import Agent
 from ec_connector.core import Ready
+from ec_connector.counters import counters
 from ec_connector.pool import Spec
 from ec_connector.scheduler import StepMetadata
 from ec_connector.slab import Slab, dtype_name
@@ -42,7 +43,7 @@ class ECWorker:
             encoder_cache[identifier] = self._slab.view(extent.offset, extent.shape, extent.dtype)
         if metadata.evicted:
             ready, evicted = self._device_event(), list(metadata.evicted)
-            self.agent.tell(lambda core: core.evicted(evicted, ready))
+            self.agent.tell(lambda core, _: core.evicted(evicted, ready))
 
     def start_save_caches(self, encoder_cache: dict[str, torch.Tensor], metadata: StepMetadata) -> None:
         """Save what vLLM still holds of this step's items and the slab has evicted; no encoder will run for them."""
@@ -59,9 +60,9 @@ class ECWorker:
         extent = self.agent.call(lambda core, _: core.reserve(spec))
         if extent is None:
             return
-        self._slab.write(extent.offset, output)
+        digest = self._slab.write(extent.offset, output)
         ready = self._device_event()
-        self.agent.tell(lambda core: core.saved(extent, ready))
+        self.agent.tell(lambda core, _: core.saved(extent, ready, digest))
 
     def _device_event(self) -> Ready | None:
         """Tells when the device has done all that was queued so far; None where everything is synchronous."""
@@ -77,23 +78,23 @@ class WorkerExtension:
 
     def ec_announce(self, identifiers: list[str]) -> dict[str, dict[str, Any] | None]:
         """Pin each held item for one announcement; the unsigned reference's fields and `metadata`, or None."""
-        return _agent().call(lambda core, now: core.announce(now, identifiers))
+        return _agent().tell(lambda core, now: core.announce(now, identifiers))
 
     def ec_release(self, leases: list[str]) -> int:
         """Drop announcement pins that nobody will read; returns how many were open."""
-        return _agent().call(lambda core, _: core.producer.release(leases))
+        return _agent().tell(lambda core, _: core.producer.release(leases))
 
     def ec_failures(self, request_ids: list[str] | None = None) -> dict[str, dict[str, Any]]:
         """Take the reasons of failed requests: `{request id: {"reason", "identifiers"}}`. None takes all."""
-        return _agent().call(lambda core, _: core.take_failures(request_ids))
+        return _agent().call(lambda core, _: core.failures.take(request_ids))
 
-    def ec_stats(self) -> dict[str, int | float]:
+    def ec_stats(self) -> dict[str, float]:
         """Counters and gauges of this rank's agent."""
-        return _agent().call(lambda core, _: core.stats())
+        return _agent().call(lambda core, _: counters(core))
 
     def ec_drop_views(self) -> None:
         """Forget all views, after vLLM's `reset_encoder_cache`."""
-        _agent().call(lambda core, _: core.evicted(None, None))
+        _agent().tell(lambda core, _: core.evicted(None, None))
 
 
 def _agent() -> Agent:

@@ -11,6 +11,10 @@ HOST_DEVICE = -1
 """`device` of host memory; a CUDA device is its index."""
 
 
+PROBE_BYTES = 1 << 20
+"""Room behind every slab that a peer's lane is measured with. What lands there is never looked at."""
+
+
 class ReadState(enum.Enum):
     MOVING = "moving"
     DONE = "done"

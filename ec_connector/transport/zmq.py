@@ -1,4 +1,4 @@
-"""Control sockets: one hub per IO thread, and the scheduler's end of the ipc link.
+"""Control sockets: one hub per IO thread.
 
 This is the only module that imports zmq. A hub owns its sockets; only `wake` may be called from other threads.
 With a cluster secret every connection is CURVE: both key pairs derive from the secret, and a connection whose
@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import os
-import sys
 from typing import Any
 
 import msgspec
 import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
+
+from ec_connector.transport.local import LocalServer
 
 _HEARTBEAT_MS = 2_000
 _HEARTBEAT_TIMEOUT_MS = 6_000
@@ -37,10 +38,20 @@ class Received(msgspec.Struct, frozen=True):
     payload: bytes
 
 
+class ReceivedLocally(msgspec.Struct, frozen=True):
+    """A message from this engine's scheduler. `sender` is for `LocalServer.reply`."""
+
+    sender: int
+    payload: bytes
+
+
 class ConnectionLost(msgspec.Struct, frozen=True):
     """The connection to `address` broke, was refused, or failed to authenticate. It is closed already."""
 
     address: str
+
+
+Event = Received | ReceivedLocally | ConnectionLost
 
 
 class CurveKeys(msgspec.Struct, frozen=True):
@@ -81,6 +92,7 @@ class Hub:
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.register(self._wake_fd, zmq.POLLIN)
         self._zap: zmq.Socket[bytes] | None = self._open_zap() if self._keys else None
+        self._local: LocalServer | None = None
 
     def serve(self, name: str, address: str) -> str:
         """Listen at `address`; messages arrive with origin `name`. Returns the address with its real port.
@@ -102,6 +114,11 @@ class Hub:
         self._origins[socket] = name
         self._poller.register(socket, zmq.POLLIN)
         return bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+
+    def adopt(self, server: LocalServer) -> None:
+        """Poll `server` too; the hub closes it."""
+        self._local = server
+        self._poller.register(server.fileno(), zmq.POLLIN)
 
     def connect(self, address: str) -> None:
         """Open a connection to a server. Messages arrive with origin `address`."""
@@ -141,13 +158,15 @@ class Hub:
         """Answer a message that server `name` received. Dropped when the sender is gone."""
         _send(self._servers[name], [sender, payload])
 
-    def poll(self, timeout_s: float | None) -> list[Received | ConnectionLost]:
+    def poll(self, timeout_s: float | None) -> list[Event]:
         """What arrived, after waiting for up to `timeout_s` (None: until something does, or `wake`)."""
         timeout_ms = None if timeout_s is None else max(0, -int(-timeout_s * 1000 // 1))
-        events: list[Received | ConnectionLost] = []
+        events: list[Event] = []
         for ready, _ in self._poller.poll(timeout_ms):
             if ready == self._wake_fd:
                 os.eventfd_read(self._wake_fd)
+            elif self._local is not None and ready == self._local.fileno():
+                events += [ReceivedLocally(*message) for message in self._local.take()]
             elif self._zap is not None and ready is self._zap:
                 self._authenticate(self._zap)
             elif ready in self._monitors:
@@ -165,6 +184,8 @@ class Hub:
             self.disconnect(address)
         for socket in self._servers.values():
             socket.close()
+        if self._local is not None:
+            self._local.close()
         if self._zap is not None:
             self._zap.close()
         self._context.term()
@@ -175,9 +196,9 @@ class Hub:
         socket.linger = 0
         return socket
 
-    def _messages(self, socket: zmq.Socket[bytes]) -> list[Received | ConnectionLost]:
+    def _messages(self, socket: zmq.Socket[bytes]) -> list[Received]:
         origin = self._origins[socket]
-        received: list[Received | ConnectionLost] = []
+        received: list[Received] = []
         while True:
             try:
                 *sender, payload = socket.recv_multipart(zmq.NOBLOCK)
@@ -204,46 +225,6 @@ class Hub:
         known = mechanism == b"CURVE" and credentials == [z85.decode(self._keys.client_public)]
         status = [b"200", b"OK"] if known else [b"400", b"unknown key"]
         socket.send_multipart([version, request, *status, b"", b""])
-
-
-class LocalClient:
-    """The scheduler's link to one agent of its engine. Used by one thread.
-
-    Args:
-        address: The agent's ipc address.
-        secret: The cluster secret.
-    """
-
-    def __init__(self, address: str, secret: bytes) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.linger = 0
-        _use_client_keys(self._socket, derive_keys(secret))
-        self._socket.connect(address)
-
-    def send(self, payload: bytes) -> None:
-        self._socket.send(payload)
-
-    def receive(self, timeout_s: float = 0.0) -> list[bytes]:
-        """All messages that are there, waiting for up to `timeout_s` for the first."""
-        received: list[bytes] = []
-        if timeout_s and not self._socket.poll(int(timeout_s * 1000)):
-            return received
-        while True:
-            try:
-                received.append(self._socket.recv(zmq.NOBLOCK))
-            except zmq.Again:
-                return received
-
-    def close(self) -> None:
-        self._socket.close()
-        self._context.term()
-
-
-def local_address(engine_id: str, rank: int) -> str:
-    """Where the agent of one rank listens for its scheduler. Leaves no file behind on Linux."""
-    prefix = "@" if sys.platform == "linux" else "/tmp/"
-    return f"ipc://{prefix}triptych-ec-{engine_id}-{rank}"
 
 
 def _use_client_keys(socket: zmq.Socket[bytes], keys: CurveKeys | None) -> None:

@@ -12,7 +12,7 @@ import os
 import signal
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,11 @@ import torch
 
 from ec_connector.agent import Agent
 from ec_connector.config import ECConfig, parse_config
+from ec_connector.counters import counters
 from ec_connector.pool import Spec
 from ec_connector.protocol import Drop, Fail, Missing, Pinned, ToAgent, ToScheduler, Want, WantedItem, encode
 from ec_connector.slab import Slab
-from ec_connector.transport.zmq import LocalClient, local_address
+from ec_connector.transport.local import LocalClient, local_address
 from serving.plugin import register
 from serving.protocol import EncodingRef
 
@@ -48,15 +49,54 @@ def content(seed: int, size_bytes: int) -> torch.Tensor:
     return row.repeat(size_bytes // (2 * WIDTH), 1)
 
 
-def put(agent: Agent, slab: Slab, identifier: str, seed: int, size_bytes: int) -> bool:
+def put(agent: Agent, slab: Slab, identifier: str, tensor: torch.Tensor) -> bool:
     """Save an item as a worker does; whether there was room."""
-    tensor = content(seed, size_bytes)
-    spec = Spec(identifier, size_bytes, (tensor.shape[0], WIDTH), "bfloat16")
+    spec = Spec(identifier, tensor.nbytes, (tensor.shape[0], tensor.shape[1]), "bfloat16")
     extent = agent.call(lambda core, _: core.reserve(spec))
     if extent is not None:
-        slab.write(extent.offset, tensor)
-        agent.tell(lambda core: core.saved(extent, None))
+        digest = slab.write(extent.offset, tensor)
+        agent.tell(lambda core, _: core.saved(extent, None, digest))
     return extent is not None
+
+
+class Holdings(msgspec.Struct, frozen=True):
+    """Files and named sockets of a process that could outlive it."""
+
+    files: list[str]
+    sockets: list[str]
+
+    @classmethod
+    def of(cls, pid: int) -> Holdings:
+        links = [os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink()]
+        mapped = {line.split(maxsplit=5)[5].strip() for line in _lines(f"/proc/{pid}/maps") if line.count("/")}
+        files = [name for name in {*links, *mapped} if name.startswith(("/dev/shm/", "/tmp/"))]
+        inodes = {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
+        sockets = [fields[7] for fields in _unix_sockets() if fields[6] in inodes]
+        return cls(files, sockets)
+
+    def remaining(self) -> list[str]:
+        """What is still there."""
+        bound = {fields[7] for fields in _unix_sockets()}
+        return [name for name in self.files if Path(name).exists()] + [name for name in self.sockets if name in bound]
+
+
+def _lines(path: str) -> list[str]:
+    return Path(path).read_text().splitlines()
+
+
+def _unix_sockets() -> list[list[str]]:
+    """Fields of every Unix socket that has a name: the seventh is the inode, the eighth the name."""
+    return [fields for fields in (line.split() for line in _lines("/proc/net/unix")[1:]) if len(fields) > 7]
+
+
+def _becomes_idle(stats: Callable[[], dict[str, Any]], wait_s: float) -> bool:
+    """Whether all pins, fills, quarantines and leases come back to zero in time."""
+    deadline = time.monotonic() + wait_s
+    while any(stats()[key] for key in ("pinned", "filling", "quarantined", "open_pins", "open_leases")):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.02)
+    return True
 
 
 class Consumer:
@@ -98,17 +138,11 @@ class Consumer:
         return self.slab.view(extent.offset, extent.shape, extent.dtype)
 
     def stats(self) -> dict[str, Any]:
-        return self.agent.call(lambda core, _: core.stats())
+        return self.agent.call(lambda core, _: counters(core))
 
     def idle(self, wait_s: float = 10.0) -> bool:
         """Whether all pins, fills, quarantines and leases come back to zero in time."""
-        deadline = time.monotonic() + wait_s
-        keys = ("pinned", "filling", "quarantined", "open_pins", "open_leases")
-        while any(self.stats()[key] for key in keys):
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(0.02)
-        return True
+        return _becomes_idle(self.stats, wait_s)
 
     def close(self) -> None:
         self.agent.stop()
@@ -118,9 +152,9 @@ class Consumer:
 class Peer:
     """The other process. `env` are variables for it alone."""
 
-    def __init__(self, extra: Mapping[str, Any], env: Mapping[str, str]) -> None:
+    def __init__(self, extra: Mapping[str, Any], env: Mapping[str, str], model: str = MODEL) -> None:
         self._pipe, theirs = _PROCESSES.Pipe()
-        self._process = _PROCESSES.Process(target=_serve, args=(dict(extra), dict(env), theirs), daemon=True)
+        self._process = _PROCESSES.Process(target=_serve, args=(dict(extra), dict(env), model, theirs), daemon=True)
         self._process.start()
         theirs.close()
         self.port: int = self._pipe.recv()
@@ -129,8 +163,21 @@ class Peer:
         """Save and announce an item."""
         return msgspec.convert(self.ask("put", identifier, seed, size_bytes), EncodingRef)
 
+    def put_rows(self, identifier: str, rows: torch.Tensor) -> EncodingRef:
+        """Save and announce (rows, width) of bfloat16."""
+        raw = rows.contiguous().view(torch.uint8).numpy().tobytes()
+        return msgspec.convert(self.ask("rows", identifier, raw, tuple(rows.shape)), EncodingRef)
+
     def stats(self) -> dict[str, Any]:
         return dict(self.ask("stats"))
+
+    def idle(self, wait_s: float = 5.0) -> bool:
+        """As `Consumer.idle`."""
+        return _becomes_idle(self.stats, wait_s)
+
+    def holdings(self) -> Holdings:
+        assert self._process.pid is not None
+        return Holdings.of(self._process.pid)
 
     def ask(self, *command: Any) -> Any:
         self._pipe.send(command)
@@ -159,9 +206,9 @@ _PROCESSES = multiprocessing.get_context("forkserver")
 _PROCESSES.set_forkserver_preload(["tests.fault.ec_peer"])
 
 
-def _serve(extra: dict[str, Any], env: dict[str, str], pipe: Connection) -> None:
+def _serve(extra: dict[str, Any], env: dict[str, str], model: str, pipe: Connection) -> None:
     os.environ.update(env)
-    agent, slab = build(parse_config(extra))
+    agent, slab = build(parse_config(extra), model)
     pipe.send(int(agent.identity.peer.rpartition(":")[2]))
     while True:
         pipe.send(_obey(agent, slab, pipe.recv()))
@@ -170,12 +217,20 @@ def _serve(extra: dict[str, Any], env: dict[str, str], pipe: Connection) -> None
 def _obey(agent: Agent, slab: Slab, command: tuple[Any, ...]) -> Any:
     match command:
         case ("put", identifier, seed, size_bytes):
-            put(agent, slab, identifier, seed, size_bytes)
-            announced = agent.call(lambda core, now: core.announce(now, [identifier]))[identifier]
-            return {k: v for k, v in (announced or {}).items() if k != "metadata"}
+            put(agent, slab, identifier, content(seed, size_bytes))
+            return _announce(agent, identifier)
+        case ("rows", identifier, raw, shape):
+            rows = torch.frombuffer(bytearray(raw), dtype=torch.bfloat16).view(shape)
+            put(agent, slab, identifier, rows)
+            return _announce(agent, identifier)
         case ("release", *leases):
-            return agent.call(lambda core, _: core.producer.release(leases))
+            return agent.tell(lambda core, _: core.producer.release(leases))
         case ("stats",):
-            return agent.call(lambda core, _: core.stats())
+            return agent.call(lambda core, _: counters(core))
         case _:
             raise ValueError(f"unknown command {command}")
+
+
+def _announce(agent: Agent, identifier: str) -> dict[str, Any]:
+    announced = agent.tell(lambda core, now: core.announce(now, [identifier]))[identifier]
+    return {k: v for k, v in (announced or {}).items() if k != "metadata"}

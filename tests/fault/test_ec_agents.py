@@ -30,7 +30,7 @@ from ec_connector.protocol import (
 )
 from ec_connector.transport.zmq import Hub, Received
 from serving.protocol import EncodingRef
-from tests.fault.ec_peer import MODEL, Consumer, Peer, content, put
+from tests.fault.ec_peer import MODEL, WIDTH, Consumer, Peer, content, put
 
 pytestmark = [pytest.mark.ec, pytest.mark.fault, pytest.mark.filterwarnings("default")]
 
@@ -38,13 +38,14 @@ MIB = 1 << 20
 SECRET = "5e" * 32
 SETTINGS: dict[str, Any] = {
     "control_host": "127.0.0.1",
-    "slab_bytes": 512 * MIB,
+    "slab_bytes": 64 * MIB,
     "read_deadline_s": 2.0,
     "quarantine_s": 3.0,
     "pin_lease_s": 20.0,
     "busy_wait_s": 0.5,
     "secret_hex": SECRET,
 }
+LARGE = {"slab_bytes": 320 * MIB}
 TCP_ONLY = {"UCX_TLS": "tcp"}
 LANES = {"one machine": {}, "network": TCP_ONLY}
 
@@ -97,6 +98,22 @@ def test_a_read_unpins_at_the_producer(start: Callable[..., Any], lane: dict[str
     assert peer.stats()["leases_expired"] == 0
 
 
+def test_the_lane_is_told_truly(start: Callable[..., Any], lane: dict[str, str]) -> None:
+    peer, consumer = start(Peer, SETTINGS, lane), start(Consumer, SETTINGS)
+    works(consumer, peer.put("a", 1, MIB), 1)
+    expected = "tcp" if lane else "in_place"
+    deadline = time.monotonic() + 10
+    while not consumer.stats()[f"peers_{expected}"] and time.monotonic() < deadline:
+        time.sleep(0.02)
+    stats = consumer.stats()
+    assert {name: stats[f"peers_{name}"] for name in ("in_place", "device", "rdma", "tcp")} == {
+        name: int(name == expected) for name in ("in_place", "device", "rdma", "tcp")
+    }
+    assert stats["tcp_fallbacks"] == (expected == "tcp")
+    assert stats["slowest_probe_bytes_per_s"] > 1e6
+    works(consumer, peer.put("b", 2, MIB), 2)
+
+
 def test_an_item_announced_without_a_place_is_asked_for(start: Callable[..., Any]) -> None:
     peer, consumer = start(Peer, SETTINGS, {}), start(Consumer, SETTINGS)
     ref = peer.put("a", 1, MIB)
@@ -128,7 +145,7 @@ class TestDeath:
         works(consumer, other.put("b", 2, MIB), 2)
 
     def test_during_a_read(self, start: Callable[..., Any], lane: dict[str, str]) -> None:
-        peer, consumer = start(Peer, SETTINGS, lane), start(Consumer, SETTINGS)
+        peer, consumer = start(Peer, SETTINGS | LARGE, lane), start(Consumer, SETTINGS | LARGE)
         other = start(Peer, SETTINGS, lane)
         works(consumer, peer.put("warm", 1, MIB), 1)
         ref = peer.put("a", 1, 256 * MIB)
@@ -152,6 +169,19 @@ class TestDeath:
         assert reason(consumer.fetch(old)) is Reason.MISMATCH, "a reference from before the restart"
         consumer.drop()
         works(consumer, new, 2)
+
+    def test_leaves_no_file_and_no_socket_ten_times(self, start: Callable[..., Any]) -> None:
+        consumer = start(Consumer, SETTINGS)
+        port = 0
+        for seed in range(10):
+            peer = start(Peer, SETTINGS | {"control_port": port}, {})
+            port = peer.port
+            works(consumer, peer.put(f"item-{seed}", seed, MIB), seed)
+            held = peer.holdings()
+            assert any("triptych-ec" in name for name in held.sockets), held
+            peer.signal(signal.SIGKILL)
+            assert held.remaining() == []
+        assert consumer.stats()["reads"] == 10
 
 
 class TestStall:
@@ -190,6 +220,42 @@ class TestStall:
 
 
 class TestContent:
+    @pytest.mark.parametrize(
+        "wrong",
+        [
+            {"digest": 1},
+            {"epoch": "of another start"},
+            {"dtype": "float16"},
+            {"shape": (MIB // 128, 2 * WIDTH)},
+            {"shape": (0, WIDTH)},
+            {"size_bytes": MIB // 2},
+            {"offset": 64 * MIB},
+            {"offset": -4096},
+            {"offset": 1 << 62},
+        ],
+        ids=str,
+    )
+    def test_what_differs_from_the_announcement_fails_that_item(
+        self, start: Callable[..., Any], wrong: dict[str, Any]
+    ) -> None:
+        peer, consumer = start(Peer, SETTINGS, {}), start(Consumer, SETTINGS)
+        ref = peer.put("a", 1, MIB)
+        assert reason(consumer.fetch(msgspec.structs.replace(ref, **wrong))) is Reason.MISMATCH
+        consumer.drop()
+        assert consumer.idle()
+        assert peer.idle(), "the lease of an item that cannot be used must go at once"
+        works(consumer, peer.put("a", 1, MIB), 1)
+
+    def test_a_prompt_that_needs_other_rows_fails(self, start: Callable[..., Any]) -> None:
+        peer, consumer = start(Peer, SETTINGS, {}), start(Consumer, SETTINGS)
+        ref = peer.put("a", 1, MIB)
+        answers = consumer.want(WantedItem("a", ref.shape[0] + 1, ref=ref))
+        assert reason(answers["a"]) is Reason.MISMATCH
+        consumer.drop()
+        assert consumer.idle()
+        assert peer.idle()
+        works(consumer, peer.put("a", 1, MIB), 1)
+
     def test_a_place_that_was_reused_is_noticed(self, start: Callable[..., Any]) -> None:
         small = SETTINGS | {"slab_bytes": 2 * MIB}
         peer, consumer = start(Peer, small, {}), start(Consumer, SETTINGS)
@@ -206,7 +272,7 @@ class TestContent:
     def test_a_slab_full_of_pins_is_busy(self, start: Callable[..., Any]) -> None:
         peer = start(Peer, SETTINGS, {})
         consumer = start(Consumer, SETTINGS | {"slab_bytes": 2 * MIB})
-        assert put(consumer.agent, consumer.slab, "own", 9, 2 * MIB)
+        assert put(consumer.agent, consumer.slab, "own", content(9, 2 * MIB))
         assert isinstance(consumer.want(WantedItem("own", 2 * MIB // 128))["own"], Pinned)
         ref = peer.put("a", 1, MIB)
         assert reason(consumer.fetch(ref)) is Reason.BUSY

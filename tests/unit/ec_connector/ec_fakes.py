@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections import deque
 
-from ec_connector.protocol import PeerMessage, encode
+from ec_connector.protocol import PeerMessage, Place, encode
 from ec_connector.transport.reads import PeerUnusable, Read, ReadState, Region
 from serving.protocol import EncodingRef
 
 PEER = "tcp://127.0.0.1:7001"
 OTHER_PEER = "tcp://127.0.0.1:7002"
 MIB = 1 << 20
+PLACE = Place("boot", "pid:[1]", "ipc:[1]", 0)
 
 
 class FakeReader:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from ec_connector.config import Limits
 from ec_connector.consumer import Consumer, Rules
-from ec_connector.fetches import Fetches, Limits
+from ec_connector.fetches import Fetches
 from ec_connector.pool import GRANULE_BYTES, Extent, Pool, Spec, State
 from ec_connector.protocol import (
     WIRE_VERSION,
@@ -29,7 +30,7 @@ from ec_connector.protocol import (
 )
 from ec_connector.transport.reads import ReadState
 from serving.protocol import EncodingRef
-from tests.unit.ec_connector.ec_fakes import MIB, OTHER_PEER, PEER, FakeMemory, FakeNetwork, FakeReader, ref
+from tests.unit.ec_connector.ec_fakes import MIB, OTHER_PEER, PEER, PLACE, FakeMemory, FakeNetwork, FakeReader, ref
 
 DEADLINE_S, QUARANTINE_S, BUSY_S = 10.0, 30.0, 5.0
 
@@ -70,7 +71,9 @@ class World:
         return list(self.consumer.poll(self.now))
 
     def welcome(self, peer: str = PEER, epoch: str = "epoch") -> list[object]:
-        self.fetches.on_reply(self.now, peer, Welcome(epoch, b"agent of " + peer.encode(), 1 << 30, 64 * MIB, -1))
+        self.fetches.on_reply(
+            self.now, peer, Welcome(epoch, b"agent of " + peer.encode(), 1 << 30, 64 * MIB, -1, PLACE)
+        )
         return self.poll()
 
     def fill(self, identifier: str, size_bytes: int = MIB) -> Extent:
@@ -262,7 +265,7 @@ class TestLoss:
     def test_unreadable_metadata_is_a_loss(self) -> None:
         world = World()
         world.want("r", ref("a"))
-        world.fetches.on_reply(world.now, PEER, Welcome("epoch", b"", 0, MIB, -1))
+        world.fetches.on_reply(world.now, PEER, Welcome("epoch", b"", 0, MIB, -1, PLACE))
         assert world.poll() == [Missing("r", "a", Reason.LOST)]
 
     def test_a_silent_peer_times_out(self) -> None:
