@@ -60,10 +60,12 @@ def all_contenders(config_file: Path) -> Iterator[tuple[Contender, Contender, Co
     """The pipeline, the aggregated server and the proxy's three servers, all running."""
     config = load(config_file)
     with ExitStack() as stack:
+        pipeline = stack.enter_context(
+            LocalPipeline(config_file)
+        )  # first: Ray gives its own parts little time to start
         engine = stack.enter_context(aggregated(config))
-        pipeline = stack.enter_context(LocalPipeline(config_file))
-        engine.await_ready()
         proxy = stack.enter_context(_proxied(config))
+        engine.await_ready()
         ours = Contender("pipeline", pipeline.url, pipeline.survivors, lambda: _metric_bytes(pipeline.url))
         theirs = Contender("aggregated", engine.url, lambda: _tree(engine.pid), dict)
         yield ours, theirs, proxy

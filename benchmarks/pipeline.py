@@ -35,7 +35,7 @@ _pictures = count()
 
 def measure(repeats: int) -> list[Record]:
     config = Path(configs.__path__[0]) / "pipeline.yaml"
-    with aggregated(load(config)) as engine, LocalPipeline(config) as pipeline:
+    with LocalPipeline(config) as pipeline, aggregated(load(config)) as engine:
         engine.await_ready()
         ours = httpx.Client(base_url=pipeline.url, timeout=120.0)
         theirs = httpx.Client(base_url=engine.url, timeout=120.0)

@@ -74,8 +74,8 @@ def both(folder: Path, reasoning_parser: str | None = None) -> Iterator[Both]:
     (folder / "model.yaml").write_text(yaml.safe_dump({"models": [model]}))
     config = load(folder / "model.yaml")
     with ExitStack() as stack:
-        engine = stack.enter_context(aggregated(config, flags=FLAGS))
         pipeline = stack.enter_context(application(folder, model))
+        engine = stack.enter_context(aggregated(config, flags=FLAGS))
         engine.await_ready()
         yield Both(
             stack.enter_context(_contender("pipeline", pipeline.pipeline.url)),
