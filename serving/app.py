@@ -35,6 +35,7 @@ from serving.pipeline import Pipeline
 from serving.protocol import EncodeRequest, PrefillRequest, ResolvedItem
 from serving.references import ReferenceSigner
 from serving.render import FrontModel, ModelFront
+from serving.replica_metrics import EncoderCacheMetrics
 from serving.routers import BoundedAffinityRouter
 from serving.stages import PipelineRequest
 from serving.tracing import RequestTrace
@@ -136,6 +137,7 @@ def _engine_settings(role: Role, model: ModelConfig, config: PipelineConfig, sec
         host,
         on_death=_end_replica,
         traces_endpoint=config.tracing.otlp_endpoint,
+        stat_loggers=(EncoderCacheMetrics,),
     )
 
 

@@ -23,6 +23,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.metrics.loggers import StatLoggerFactory
 
 from configs.schema import ClusterConfig, ModelConfig, StageConfig
 from serving.errors import (
@@ -65,6 +66,7 @@ class EngineSettings(msgspec.Struct, frozen=True):
         traces_endpoint: Where the engine sends its spans; None makes none.
         on_death: Called once when the engine is found dead. A replica ends its process there: Serve then replaces it at
             once, instead of after several failed health checks.
+        stat_loggers: Factories of vLLM stat loggers, besides vLLM's own.
     """
 
     role: Role
@@ -74,6 +76,7 @@ class EngineSettings(msgspec.Struct, frozen=True):
     host: str
     on_death: Callable[[], None] = lambda: None
     traces_endpoint: str | None = None
+    stat_loggers: tuple[StatLoggerFactory, ...] = ()
 
     @property
     def stage(self) -> StageConfig:
@@ -101,7 +104,9 @@ class Engine:
         control_port, side_channel_port = self._ports.numbers
         os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = settings.host
         os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(side_channel_port)
-        self._llm = AsyncLLM.from_engine_args(_engine_args(settings, control_port))
+        self._llm = AsyncLLM.from_engine_args(
+            _engine_args(settings, control_port), stat_loggers=list(settings.stat_loggers)
+        )
         self._warm = asyncio.Lock()
         self._is_warm = False
         self._is_dead = False
