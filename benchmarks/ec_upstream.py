@@ -77,7 +77,6 @@ class Sessions:
         self._producer.kill()
         self._session.close()
         self._transport.close()
-        self._region.cleanup()
 
 
 def _produce(pipe: Connection, address: tuple[str, int], step_s: float) -> None:
@@ -95,11 +94,10 @@ def _produce(pipe: Connection, address: tuple[str, int], step_s: float) -> None:
             session.poll_step()
         pipe.recv()
     session.close()
-    region.cleanup()
 
 
 def _storage(name: str) -> tuple[Any, Any, Any]:
-    """(region, cache, data transport) of one side. The region's file is gone at once: no other process maps it."""
+    """(region, cache, data transport) of one side. The region's file goes at once: this process may be killed."""
     region = ECSharedRegion(engine_id=name, num_blocks=_BLOCKS, block_size_bytes=_BLOCK_BYTES)
     Path(f"/dev/shm/vllm_ec_{name}.mmap").unlink()
     data = NixlDataTransport(name, region.blocks.data_ptr(), _BLOCKS, _BLOCK_BYTES, _REGION_BYTES)

@@ -39,12 +39,10 @@ SECRET = "5e" * 32
 SETTINGS: dict[str, Any] = {
     "control_host": "127.0.0.1",
     "slab_bytes": 64 * MIB,
-    "read_deadline_s": 2.0,
-    "quarantine_s": 3.0,
-    "pin_lease_s": 20.0,
     "busy_wait_s": 0.5,
     "secret_hex": SECRET,
 }
+IMPATIENT = {"read_deadline_s": 2.0, "quarantine_s": 3.0, "pin_lease_s": 20.0}
 LARGE = {"slab_bytes": 320 * MIB}
 TCP_ONLY = {"UCX_TLS": "tcp"}
 LANES = {"one machine": {}, "network": TCP_ONLY}
@@ -186,7 +184,7 @@ class TestDeath:
 
 class TestStall:
     def test_a_stopped_producer_is_read_on_the_same_machine(self, start: Callable[..., Any]) -> None:
-        peer, consumer = start(Peer, SETTINGS, {}), start(Consumer, SETTINGS)
+        peer, consumer = start(Peer, SETTINGS, {}), start(Consumer, SETTINGS | IMPATIENT)
         for seed in range(2):  # the first read connects, which needs the peer
             works(consumer, peer.put(f"warm-{seed}", seed, 4 * MIB), seed)
         ref = peer.put("b", 1, 4 * MIB)
@@ -198,7 +196,7 @@ class TestStall:
         self, start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("UCX_TLS", "tcp")
-        peer, consumer = start(Peer, SETTINGS, TCP_ONLY), start(Consumer, SETTINGS)
+        peer, consumer = start(Peer, SETTINGS, TCP_ONLY), start(Consumer, SETTINGS | IMPATIENT)
         works(consumer, peer.put("a", 1, MIB), 1)
         ref = peer.put("b", 1, 4 * MIB)
         peer.signal(signal.SIGSTOP)
@@ -210,7 +208,7 @@ class TestStall:
         works(consumer, peer.put("c", 3, MIB), 3)
 
     def test_a_producer_that_stops_before_the_greeting_times_out(self, start: Callable[..., Any]) -> None:
-        peer, consumer = start(Peer, SETTINGS, {}), start(Consumer, SETTINGS)
+        peer, consumer = start(Peer, SETTINGS, {}), start(Consumer, SETTINGS | IMPATIENT)
         ref = peer.put("a", 1, MIB)
         peer.signal(signal.SIGSTOP)
         assert reason(consumer.fetch(ref)) is Reason.TIMEOUT
@@ -314,7 +312,8 @@ class TestStrangers:
     @pytest.mark.parametrize("secret", ["", "a5" * 32])
     def test_without_the_secret_nobody_is_answered(self, start: Callable[..., Any], secret: str) -> None:
         peer = start(Peer, SETTINGS, {})
-        stranger, consumer = start(Consumer, SETTINGS | {"secret_hex": secret}), start(Consumer, SETTINGS)
+        stranger = start(Consumer, SETTINGS | IMPATIENT | {"secret_hex": secret})
+        consumer = start(Consumer, SETTINGS)
         ref = peer.put("a", 1, MIB)
         assert reason(stranger.fetch(ref)) in (Reason.LOST, Reason.TIMEOUT)
         stranger.drop()
