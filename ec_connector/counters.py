@@ -28,7 +28,29 @@ GAUGES = frozenset(
         *(f"peers_{lane}" for lane in Lane),
     }
 )
-"""Names whose values also fall. All others only grow."""
+"""Names of values that also fall."""
+
+COUNTERS = frozenset(
+    {
+        "evictions",
+        "saves",
+        "save_bytes",
+        "saves_skipped",
+        "loads",
+        "hits",
+        "reads",
+        "reads_in_place",
+        "read_bytes",
+        "read_seconds",
+        "leases_expired",
+        "leases_revoked",
+        "nacks_sent",
+        "nacks_received",
+        "tcp_fallbacks",
+        *(f"failed_{reason}" for reason in Reason),
+    }
+)
+"""Names of values that only grow."""
 
 
 def counters(core: Core) -> dict[str, float]:

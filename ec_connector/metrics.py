@@ -12,7 +12,7 @@ from prometheus_client import Counter, Gauge, Histogram
 from vllm.config import VllmConfig
 from vllm.distributed.ec_transfer.ec_connector.metrics import ECConnectorPromMetrics, ECConnectorStats
 
-from ec_connector.counters import GAUGES
+from ec_connector.counters import COUNTERS, GAUGES
 
 _LOGGED = ("saves", "reads", "read_bytes", "read_seconds", "hits", "evictions", "tcp_fallbacks")
 
@@ -34,7 +34,11 @@ class ECStats(ECConnectorStats):  # type: ignore[misc]
 
 
 class ECPromMetrics(ECConnectorPromMetrics):  # type: ignore[misc]
-    """`triptych_ec_NAME` for what goes up and down, `triptych_ec_NAME_total` for what only grows."""
+    """`vllm:triptych_ec_NAME` for what goes up and down, `vllm:triptych_ec_NAME_total` for what only grows.
+
+    With vLLM's prefix, so that a second engine in one process replaces them as it does vLLM's own: it unregisters
+    whatever bears that name before it makes this object.
+    """
 
     def __init__(
         self,
@@ -44,27 +48,21 @@ class ECPromMetrics(ECConnectorPromMetrics):  # type: ignore[misc]
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._metrics: dict[str, Any] = {}
+        self._gauges = {name: self._make(self._gauge_cls, name) for name in sorted(GAUGES)}
+        self._counters = {name: self._make(self._counter_cls, f"{name}_total") for name in sorted(COUNTERS)}
         self._last: dict[tuple[int, str], float] = {}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         labels = self.per_engine_labelvalues[engine_idx]
-        for name, value in transfer_stats_data.items():
-            metric = self._metrics.get(name) or self._metrics.setdefault(name, self._make(name))
-            if name in GAUGES:
-                metric.labels(*labels).set(value)
-                continue
-            grown = value - self._last.get((engine_idx, name), 0.0)
+        for name, gauge in self._gauges.items():
+            gauge.labels(*labels).set(transfer_stats_data.get(name, 0.0))
+        for name, counter in self._counters.items():
+            value = transfer_stats_data.get(name, 0.0)
+            counter.labels(*labels).inc(max(value - self._last.get((engine_idx, name), 0.0), 0.0))
             self._last[engine_idx, name] = value
-            if grown > 0:
-                metric.labels(*labels).inc(grown)
 
-    def _make(self, name: str) -> Any:
-        words = name.replace("_", " ")
-        if name in GAUGES:
-            return self._gauge_cls(
-                name=f"triptych_ec_{name}", documentation=f"EC connector: {words}.", labelnames=self._labelnames
-            )
-        return self._counter_cls(
-            name=f"triptych_ec_{name}_total", documentation=f"EC connector: {words}.", labelnames=self._labelnames
+    def _make(self, kind: Any, name: str) -> Any:
+        words = name.removesuffix("_total").replace("_", " ")
+        return kind(
+            name=f"vllm:triptych_ec_{name}", documentation=f"EC connector: {words}.", labelnames=self._labelnames
         )

@@ -24,7 +24,7 @@ class _RayProm(ECConnectorProm):  # type: ignore[misc]
 
 
 class EncoderCacheMetrics(StatLoggerBase):  # type: ignore[misc]
-    """Sets `ray_triptych_ec_*`, labelled by model, the engine's part in transfers, and replica."""
+    """Sets `ray_vllm_triptych_ec_*`, labelled by model, the engine's part in transfers, and replica."""
 
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
         self._index = engine_index

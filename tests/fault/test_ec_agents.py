@@ -16,6 +16,7 @@ import msgspec
 import pytest
 import torch
 
+from ec_connector.counters import COUNTERS, GAUGES
 from ec_connector.protocol import (
     WIRE_VERSION,
     Hello,
@@ -109,6 +110,7 @@ def test_the_lane_is_told_truly(start: Callable[..., Any], lane: dict[str, str])
     }
     assert stats["tcp_fallbacks"] == (expected == "tcp")
     assert stats["slowest_probe_bytes_per_s"] > 1e6
+    assert stats.keys() == GAUGES | COUNTERS
     works(consumer, peer.put("b", 2, MIB), 2)
 
 
