@@ -16,7 +16,8 @@ import struct
 
 _LENGTH = struct.Struct("<I")
 _CREDENTIALS = struct.Struct("3i")
-_READ_BYTES = 256 << 10
+_READ_BYTES = 16 << 10
+"""Python allocates as much for every read, and large allocations cost a system call and page faults."""
 _BACKLOG = 8
 _START_WAIT_S = 5.0
 
