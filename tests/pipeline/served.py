@@ -40,9 +40,13 @@ class Served:
         return MODELS[self.model]
 
     def render(self, text: str, *images: str) -> dict[str, Any]:
-        """Token ids and full features of a chat prompt."""
+        """Token ids and full features of a chat prompt.
+
+        Behind the images comes text that fills a KV block: only what full blocks cover is a prefix hit.
+        """
         content = [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{image}"}} for image in images]
-        messages = [{"role": "user", "content": [{"type": "text", "text": text}, *content]}]
+        said, more = ({"type": "text", "text": words} for words in (text, FILLER * 4))
+        messages = [{"role": "user", "content": [said, *content, more]}]
         response = self.app.client.post("/v1/chat/completions/render", json={"model": self.model, "messages": messages})
         assert response.status_code == 200, response.text
         return {key: response.json()[key] for key in ("token_ids", "features")}
