@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -52,7 +53,11 @@ class VllmServer:
     def __enter__(self) -> Self:
         self._log = tempfile.TemporaryFile()
         self._process = subprocess.Popen(
-            self._command, env=os.environ | self._environment, stdout=self._log, stderr=subprocess.STDOUT
+            self._command,
+            env=os.environ | self._environment,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         return self
 
@@ -65,7 +70,7 @@ class VllmServer:
         try:
             self._process.wait(_STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            os.killpg(self._process.pid, signal.SIGKILL)  # its engine too, which would outlive it
             self._process.wait()
         self._log.close()
 
