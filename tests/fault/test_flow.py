@@ -58,10 +58,7 @@ def test_a_client_that_leaves_frees_everything(
     _await(lambda: not stats.held())
     body = question | {"stream": stream, "sampling_params": {"temperature": 0, "max_tokens": 900, "ignore_eos": True}}
     _leave(app, body, after_s)
-    left_at = time.monotonic()
-    while held := _held(app, stats):
-        assert time.monotonic() < left_at + _FREED_S, held
-        time.sleep(0.02)
+    _assert_freed(app, stats, within_s=_FREED_S)
     _assert_every_hand_off_ended(app)
     assert app.generate(**question)["finish_reason"] == "stop"
 
@@ -89,7 +86,7 @@ def test_two_hundred_at_once_are_all_answered(app: Application, stats: StageStat
     statuses = Counter(answer.status_code for answer in answers)
     print(f"statuses: {dict(statuses)}")
     assert statuses[200] >= 100
-    _await(lambda: not _held(app, stats), within_s=_CALM_S)
+    _assert_freed(app, stats, within_s=_CALM_S)
     _assert_every_hand_off_ended(app)
     assert app.generate(**question)["token_ids"] == expected["token_ids"]
 
@@ -168,6 +165,13 @@ def _held(app: Application, stats: StageStats) -> dict[str, float]:
     """What requests hold anywhere."""
     in_flight = app.metric("triptych_requests_in_flight")
     return ({"in_flight": in_flight} if in_flight else {}) | stats.held()
+
+
+def _assert_freed(app: Application, stats: StageStats, *, within_s: float) -> None:
+    deadline = time.monotonic() + within_s
+    while held := _held(app, stats):
+        assert time.monotonic() < deadline, held
+        time.sleep(0.02)
 
 
 def _assert_every_hand_off_ended(app: Application) -> None:
