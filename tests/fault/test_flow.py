@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import socket
 import time
 from collections import Counter
@@ -17,6 +18,7 @@ import psutil
 import pytest
 
 from models import pictures
+from tests.collector import Collector
 from tests.fault.conftest import LEASE_S, MODEL
 from tests.pipeline.cases import encoded
 from tests.serving_process import Application
@@ -46,6 +48,22 @@ def question() -> dict[str, Any]:
         "images": [encoded(picture.image)],
         "sampling_params": {"temperature": 0, "max_tokens": 32},
     }
+
+
+def test_a_request_is_one_trace_down_into_the_engines(
+    app: Application, collector: Collector, question: dict[str, Any]
+) -> None:
+    trace_id, caller = secrets.token_hex(16), secrets.token_hex(8)
+    headers = {"traceparent": f"00-{trace_id}-{caller}-01"}
+    assert app.client.post("/generate", json=question, headers=headers).status_code == 200
+    wanted = {"triptych.request": 1, "triptych.encode": 1, "triptych.prefill": 1, "triptych.decode": 1}
+    _await(lambda: len(collector.trace(trace_id)) >= len(wanted) + 3, within_s=_CALM_S)
+    spans = collector.trace(trace_id)
+    ours = {span.name: span for span in spans if span.name in wanted}
+    assert ours["triptych.request"].parent_id == caller
+    stages = {ours[name].span_id for name in wanted if name != "triptych.request"}
+    assert {ours[name].parent_id for name in wanted if name != "triptych.request"} == {ours["triptych.request"].span_id}
+    assert {span.parent_id for span in spans if span.name not in wanted} == stages
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
