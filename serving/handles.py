@@ -39,6 +39,9 @@ _RETRY_AFTER_S = 1.0
 _RELEASE_TIMEOUT_S = 30.0
 """By then a lease has freed it, or soon will."""
 _HEALTH_TIMEOUT_S = 5.0
+_PREFILL_GRACE_S = 1.0
+"""A prompt whose engine step is over when its abort arrives keeps KV blocks that nobody knows, until their lease ends.
+Most prompts are done within this time, and can be returned; the few that are longer are aborted."""
 
 
 class StageHandle:
@@ -69,25 +72,34 @@ class StageHandle:
             raise StageUnavailable(f"no replica of {self._name} answers", retry_after_s=_RETRY_AFTER_S) from error
 
     async def _call(
-        self, handle: DeploymentHandle, *args: bytes | str, timeout_s: float | None, undo: Undo | None = None
+        self,
+        handle: DeploymentHandle,
+        *args: bytes | str,
+        timeout_s: float | None,
+        undo: Undo | None = None,
+        grace_s: float = 0.0,
     ) -> bytes:
-        """One call. If the caller is cancelled so is the call; `undo` gets its answer if it has ended all the same."""
+        """One call. If the caller is cancelled so is the call, after `grace_s`; `undo` gets the answer if one comes."""
         async with self._boundary(timeout_s):
             HOP_BYTES.labels(self._name).inc(sum(len(arg) for arg in args))
             response = handle.remote(*args)
             try:
                 answer: bytes = await response
             except asyncio.CancelledError:
-                response.cancel()
-                if undo is not None:
-                    self._abandoned.later(self._settle(response, undo))
+                if undo is None:
+                    response.cancel()
+                else:
+                    self._abandoned.later(self._settle(response, undo, grace_s))
                 raise
             return answer
 
-    async def _settle(self, response: DeploymentResponse, undo: Undo) -> None:
-        """Free what a cancelled call leaves behind that ended before the cancellation reached it."""
+    async def _settle(self, response: DeploymentResponse, undo: Undo, grace_s: float) -> None:
+        """Cancel a call, and free what it leaves behind if it ends before the cancellation reaches it."""
+        outcome = asyncio.ensure_future(_outcome(response))
+        await asyncio.wait({outcome}, timeout=grace_s)
+        response.cancel()
         async with self._boundary(_RELEASE_TIMEOUT_S):
-            answer = await response
+            answer = await outcome
         await undo(answer)
 
     def _tell(self, handle: DeploymentHandle, *args: bytes | str) -> None:
@@ -174,7 +186,9 @@ class PrefillHandle(StageHandle):
                 await self.release(list(result.refs.values()), request.affinity)
 
         handle = self._prefill.options(session_id=request.affinity)
-        answer = await self._call(handle, encode(request), timeout_s=request.timeout_s, undo=undo)
+        answer = await self._call(
+            handle, encode(request), timeout_s=request.timeout_s, undo=undo, grace_s=_PREFILL_GRACE_S
+        )
         return decode(PrefillResult, answer)
 
     async def release(self, refs: Sequence[EncodingRef], affinity: str) -> None:
@@ -228,6 +242,11 @@ class DecodeHandle(StageHandle):
 
     async def reject(self, request_id: str, handoff: KVHandoff) -> None:
         self._tell(self._reject, request_id, encode(handoff))
+
+
+async def _outcome(response: DeploymentResponse) -> bytes:
+    answer: bytes = await response
+    return answer
 
 
 def _cause(error: RayTaskError, stage: str) -> TriptychError:

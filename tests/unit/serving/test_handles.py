@@ -90,6 +90,7 @@ async def test_a_deadline_cancels_the_call() -> None:
     call = encode_request(request(), image("a", 2), timeout_s=0.01)
     with pytest.raises(DeadlineExceeded):
         await EncodeHandle(handle).encode(call)  # type: ignore[arg-type]
+    await asyncio.sleep(0.01)
     assert (await handle.called("encode")).cancelled
 
 
