@@ -10,6 +10,7 @@ from typing import Any
 
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+from serving.abandoned import Abandoned
 from serving.engine import Engine, EngineSettings, to_ref
 from serving.engine_input import to_engine_input
 from serving.errors import EngineFault
@@ -48,6 +49,7 @@ class EncoderServer:
         self._check = make_check(self._engine)
         self._published: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._running: dict[str, asyncio.Lock] = {}
+        self._abandoned = Abandoned()
 
     async def check_health(self) -> None:
         await self._engine.check_health()
@@ -65,14 +67,23 @@ class EncoderServer:
             TriptychError: The item is malformed, or the engine could not encode it.
         """
         request = decode(EncodeRequest, data)
+        # Not interrupted: an encoding that is announced to nobody would stay pinned until its lease ends.
+        result = await self._abandoned.run(self._encode(request), self._let_go)
+        return encode(result)
+
+    async def _encode(self, request: EncodeRequest) -> EncodeResult:
         name = request.feature.identifier
         lock = self._running.setdefault(name, asyncio.Lock())
         try:
             async with lock:  # a second request for the same item waits for the first and then finds it published
-                return encode(await self._held(request) or await self._run(request))
+                return await self._held(request) or await self._run(request)
         finally:
             if not lock.locked():
                 self._running.pop(name, None)
+
+    async def _let_go(self, result: EncodeResult) -> None:
+        if result.ref is not None:
+            await self._engine.release([result.ref.lease])
 
     async def release(self, *leases: str) -> None:
         """Drop the pins of announcements that nobody will read; leases of other replicas are ignored."""

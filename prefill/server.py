@@ -13,10 +13,12 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from prefill.admission import Admission, Admitted, Decision
 from prefill.first_token import first_chunk, hands_over_whole_prompts, prefill_token_counts
 from prefill.receiver_cache import ReceiverCache
+from serving.abandoned import Abandoned
 from serving.engine import Engine, EngineSettings, to_ref, transfer_params, wire_logprobs
 from serving.engine_input import decode_sampling, to_engine_input
 from serving.errors import EngineFault, MultiModalCacheMiss
 from serving.protocol import (
+    EncodingRef,
     Feature,
     ItemProvenance,
     ItemReport,
@@ -63,6 +65,7 @@ class PrefillServer:
         self._signer = make_signer()
         self._check = make_check(self._engine)
         self._cache = ReceiverCache(settings.model.prefill.receiver_cache_bytes)
+        self._abandoned = Abandoned()
         self._lease_s = settings.cluster.kv_lease_s
         config = self._engine.llm.vllm_config
         self._block_size = config.cache_config.block_size if hands_over_whole_prompts(config.model_config) else None
@@ -79,7 +82,9 @@ class PrefillServer:
         request = decode(ResolveRequest, data)
         tenant = salt_digest(request.cache_salt)
         payloads = {name: self._cache.get(tenant, name) for name in request.identifiers}
-        refs = await self._engine.announce([name for name, payload in payloads.items() if self._can_sign(payload)])
+        known = [name for name, payload in payloads.items() if self._can_sign(payload)]
+        # Not interrupted: a copy that is announced to nobody would stay pinned until its lease ends.
+        refs = await self._abandoned.run(self._engine.announce(known), self._let_go)
         items = []
         for name, payload in payloads.items():
             metadata = None if payload is None else payload.metadata if isinstance(payload, Tensors) else payload.fields
@@ -88,6 +93,9 @@ class PrefillServer:
                 ref = self._signer.sign(ref, metadata=metadata or {}, cache_salt=request.cache_salt)
             items.append(ResolvedItem(name, metadata, isinstance(payload, Tensors), ref))
         return encode(ResolveResult(tuple(items)))
+
+    async def _let_go(self, refs: Mapping[str, EncodingRef]) -> None:
+        await self._engine.release([ref.lease for ref in refs.values()])
 
     def _can_sign(self, payload: Tensors | Metadata | None) -> bool:
         """Whether the metadata that a reference vouches for is known. The slab itself does not hold it."""

@@ -7,7 +7,6 @@ turned into the bytes that cross a hop.
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
@@ -17,6 +16,7 @@ from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
+from serving.abandoned import Abandoned
 from serving.errors import DeadlineExceeded, EngineFault, Overloaded, StageUnavailable, TriptychError
 from serving.metrics import HOP_BYTES
 from serving.protocol import (
@@ -34,13 +34,14 @@ from serving.protocol import (
     encode,
 )
 
-logger = logging.getLogger(__name__)
-
 Undo = Callable[[bytes], Awaitable[None]]
 _RETRY_AFTER_S = 1.0
-_RELEASE_TIMEOUT_S = 5.0
-"""Nobody waits longer to free what a lease frees anyway."""
+_RELEASE_TIMEOUT_S = 30.0
+"""By then a lease has freed it, or soon will."""
 _HEALTH_TIMEOUT_S = 5.0
+_PREFILL_GRACE_S = 1.0
+"""A prompt whose engine step is over when its abort arrives keeps KV blocks that nobody knows, until their lease ends.
+Most prompts are done within this time, and can be returned; the few that are longer are aborted."""
 
 
 class StageHandle:
@@ -55,7 +56,7 @@ class StageHandle:
         self._name = name
         self._check = handle.options(method_name="check_health")
         self._answered_at = -math.inf
-        self._settling: set[asyncio.Task[None]] = set()
+        self._abandoned = Abandoned()
 
     async def check_health(self) -> None:
         """Whether any replica answers. A stage that has answered lately is not asked: its queue may be full of work.
@@ -71,31 +72,43 @@ class StageHandle:
             raise StageUnavailable(f"no replica of {self._name} answers", retry_after_s=_RETRY_AFTER_S) from error
 
     async def _call(
-        self, handle: DeploymentHandle, *args: bytes | str, timeout_s: float | None, undo: Undo | None = None
+        self,
+        handle: DeploymentHandle,
+        *args: bytes | str,
+        timeout_s: float | None,
+        undo: Undo | None = None,
+        grace_s: float = 0.0,
     ) -> bytes:
-        """One call. If the caller is cancelled so is the call; `undo` gets its answer if it has ended all the same."""
+        """One call. If the caller is cancelled so is the call, after `grace_s`; `undo` gets the answer if one comes."""
         async with self._boundary(timeout_s):
             HOP_BYTES.labels(self._name).inc(sum(len(arg) for arg in args))
             response = handle.remote(*args)
             try:
                 answer: bytes = await response
             except asyncio.CancelledError:
-                response.cancel()
-                if undo is not None:
-                    task = asyncio.ensure_future(self._settle(response, undo))
-                    self._settling.add(task)
-                    task.add_done_callback(self._settling.discard)
+                if undo is None:
+                    response.cancel()
+                else:
+                    self._abandoned.later(self._settle(response, undo, grace_s))
                 raise
             return answer
 
-    async def _settle(self, response: DeploymentResponse, undo: Undo) -> None:
-        """Free what a cancelled call leaves behind that ended before the cancellation reached it."""
-        try:
-            async with self._boundary(_RELEASE_TIMEOUT_S):
-                answer = await response
-            await undo(answer)
-        except TriptychError as error:
-            logger.debug("nothing to undo in %s: %s", self._name, error)
+    async def _settle(self, response: DeploymentResponse, undo: Undo, grace_s: float) -> None:
+        """Cancel a call, and free what it leaves behind if it ends before the cancellation reaches it."""
+        outcome = asyncio.ensure_future(_outcome(response))
+        await asyncio.wait({outcome}, timeout=grace_s)
+        response.cancel()
+        async with self._boundary(_RELEASE_TIMEOUT_S):
+            answer = await outcome
+        await undo(answer)
+
+    def _tell(self, handle: DeploymentHandle, *args: bytes | str) -> None:
+        """A call that frees something, which nobody waits for: it may stand in the queue behind much work."""
+
+        async def call() -> None:
+            await self._call(handle, *args, timeout_s=_RELEASE_TIMEOUT_S)
+
+        self._abandoned.later(call())
 
     @asynccontextmanager
     async def _boundary(self, timeout_s: float | None) -> AsyncIterator[None]:
@@ -137,12 +150,8 @@ class EncodeHandle(StageHandle):
 
     async def release(self, refs: Sequence[EncodingRef]) -> None:
         """Each goes where its item's encode calls go, which is nearly always the replica that announced it."""
-        handles = [self._release.options(session_id=ref.identifier) for ref in refs]
-        calls = [
-            self._call(handle, ref.lease, timeout_s=_RELEASE_TIMEOUT_S)
-            for handle, ref in zip(handles, refs, strict=True)
-        ]
-        await asyncio.gather(*calls)
+        for ref in refs:
+            self._tell(self._release.options(session_id=ref.identifier), ref.lease)
 
 
 class PrefillHandle(StageHandle):
@@ -177,12 +186,13 @@ class PrefillHandle(StageHandle):
                 await self.release(list(result.refs.values()), request.affinity)
 
         handle = self._prefill.options(session_id=request.affinity)
-        answer = await self._call(handle, encode(request), timeout_s=request.timeout_s, undo=undo)
+        answer = await self._call(
+            handle, encode(request), timeout_s=request.timeout_s, undo=undo, grace_s=_PREFILL_GRACE_S
+        )
         return decode(PrefillResult, answer)
 
     async def release(self, refs: Sequence[EncodingRef], affinity: str) -> None:
-        handle = self._release.options(session_id=affinity)
-        await self._call(handle, *(ref.lease for ref in refs), timeout_s=_RELEASE_TIMEOUT_S)
+        self._tell(self._release.options(session_id=affinity), *(ref.lease for ref in refs))
 
 
 class DecodeHandle(StageHandle):
@@ -231,7 +241,12 @@ class DecodeHandle(StageHandle):
                 stream.cancel()
 
     async def reject(self, request_id: str, handoff: KVHandoff) -> None:
-        await self._call(self._reject, request_id, encode(handoff), timeout_s=_RELEASE_TIMEOUT_S)
+        self._tell(self._reject, request_id, encode(handoff))
+
+
+async def _outcome(response: DeploymentResponse) -> bytes:
+    answer: bytes = await response
+    return answer
 
 
 def _cause(error: RayTaskError, stage: str) -> TriptychError:

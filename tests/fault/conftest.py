@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.collector import Collector, collecting
 from tests.serving_process import Application, application, small_model, small_stage
 
 MODEL = "tiny-qwen2-vl"
@@ -14,7 +15,13 @@ LEASE_S = 12
 
 
 @pytest.fixture(scope="session")
-def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Application]:
+def collector() -> Iterator[Collector]:
+    with collecting() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def app(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Application]:
     """One encoder and one prefill replica, so that a killed engine leaves nobody to ask until Serve has replaced it;
     two of decode, where answers live longest and go on elsewhere."""
     quick = {"health_check_period_s": 1.0}
@@ -24,5 +31,7 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Application]:
         "decode": small_stage(num_replicas=2, **quick),
     }
     cluster = {"kv_lease_s": LEASE_S, "handoff_margin_s": 3.0}
-    with application(tmp_path_factory.mktemp("flow"), small_model(MODEL, **stages), cluster=cluster) as running:
+    tracing = {"otlp_endpoint": collector.url, "protocol": "http/protobuf"}
+    model = small_model(MODEL, **stages)
+    with application(tmp_path_factory.mktemp("flow"), model, cluster=cluster, tracing=tracing) as running:
         yield running

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import socket
 import time
 from collections import Counter
@@ -17,6 +18,7 @@ import psutil
 import pytest
 
 from models import pictures
+from tests.collector import Collector
 from tests.fault.conftest import LEASE_S, MODEL
 from tests.pipeline.cases import encoded
 from tests.serving_process import Application
@@ -48,6 +50,22 @@ def question() -> dict[str, Any]:
     }
 
 
+def test_a_request_is_one_trace_down_into_the_engines(
+    app: Application, collector: Collector, question: dict[str, Any]
+) -> None:
+    trace_id, caller = secrets.token_hex(16), secrets.token_hex(8)
+    headers = {"traceparent": f"00-{trace_id}-{caller}-01"}
+    assert app.client.post("/generate", json=question, headers=headers).status_code == 200
+    wanted = {"triptych.request": 1, "triptych.encode": 1, "triptych.prefill": 1, "triptych.decode": 1}
+    _await(lambda: len(collector.trace(trace_id)) >= len(wanted) + 3, within_s=_CALM_S)
+    spans = collector.trace(trace_id)
+    ours = {span.name: span for span in spans if span.name in wanted}
+    assert ours["triptych.request"].parent_id == caller
+    stages = {ours[name].span_id for name in wanted if name != "triptych.request"}
+    assert {ours[name].parent_id for name in wanted if name != "triptych.request"} == {ours["triptych.request"].span_id}
+    assert {span.parent_id for span in spans if span.name not in wanted} == stages
+
+
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 @pytest.mark.parametrize("after_s", [0.0, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8])
 def test_a_client_that_leaves_frees_everything(
@@ -58,10 +76,7 @@ def test_a_client_that_leaves_frees_everything(
     _await(lambda: not stats.held())
     body = question | {"stream": stream, "sampling_params": {"temperature": 0, "max_tokens": 900, "ignore_eos": True}}
     _leave(app, body, after_s)
-    left_at = time.monotonic()
-    while held := _held(app, stats):
-        assert time.monotonic() < left_at + _FREED_S, held
-        time.sleep(0.02)
+    _assert_freed(app, stats, within_s=_FREED_S)
     _assert_every_hand_off_ended(app)
     assert app.generate(**question)["finish_reason"] == "stop"
 
@@ -89,7 +104,7 @@ def test_two_hundred_at_once_are_all_answered(app: Application, stats: StageStat
     statuses = Counter(answer.status_code for answer in answers)
     print(f"statuses: {dict(statuses)}")
     assert statuses[200] >= 100
-    _await(lambda: not _held(app, stats), within_s=_CALM_S)
+    _assert_freed(app, stats, within_s=_CALM_S)
     _assert_every_hand_off_ended(app)
     assert app.generate(**question)["token_ids"] == expected["token_ids"]
 
@@ -168,6 +183,13 @@ def _held(app: Application, stats: StageStats) -> dict[str, float]:
     """What requests hold anywhere."""
     in_flight = app.metric("triptych_requests_in_flight")
     return ({"in_flight": in_flight} if in_flight else {}) | stats.held()
+
+
+def _assert_freed(app: Application, stats: StageStats, *, within_s: float) -> None:
+    deadline = time.monotonic() + within_s
+    while held := _held(app, stats):
+        assert time.monotonic() < deadline, held
+        time.sleep(0.02)
 
 
 def _assert_every_hand_off_ended(app: Application) -> None:

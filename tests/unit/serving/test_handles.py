@@ -77,8 +77,9 @@ class Handle:
 )
 async def test_what_ray_raises_is_told_with_a_time_to_retry(raised: Exception, told: type[Exception]) -> None:
     handle = Handle()
-    task = asyncio.ensure_future(EncodeHandle(handle).release([LEASED]))  # type: ignore[arg-type]
-    (await handle.called("release")).outcome.set_exception(raised)
+    call = encode_request(request(), image("a", 2), timeout_s=None)
+    task = asyncio.ensure_future(EncodeHandle(handle).encode(call))  # type: ignore[arg-type]
+    (await handle.called("encode")).outcome.set_exception(raised)
     with pytest.raises(told) as error:
         await task
     assert error.value.retry_after_s
@@ -89,6 +90,7 @@ async def test_a_deadline_cancels_the_call() -> None:
     call = encode_request(request(), image("a", 2), timeout_s=0.01)
     with pytest.raises(DeadlineExceeded):
         await EncodeHandle(handle).encode(call)  # type: ignore[arg-type]
+    await asyncio.sleep(0.01)
     assert (await handle.called("encode")).cancelled
 
 
@@ -132,6 +134,13 @@ async def test_a_resolve_that_was_cancelled_too_late_is_released() -> None:
         await task
     await asyncio.sleep(0.01)
     assert "release" not in handle.calls
+
+
+async def test_nobody_waits_for_what_frees() -> None:
+    handle = Handle()
+    await EncodeHandle(handle).release([LEASED, LEASED])  # type: ignore[arg-type]
+    (await handle.called("release")).outcome.set_exception(BackPressureError(1, 1))
+    assert len(handle.calls["release"]) == 2
 
 
 async def test_a_busy_stage_is_healthy_without_being_asked() -> None:

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
-
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -15,6 +10,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from serving.errors import EngineFault, Overloaded
 from serving.exporting import spans_to
 from serving.tracing import RequestTrace
+from tests.collector import collecting
 from tests.unit.serving.pipeline_fakes import Stages, image, request
 
 CALLER = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
@@ -92,33 +88,10 @@ def test_without_a_collector_nothing_is_made_or_sent() -> None:
     trace.end("completed")
 
 
-@pytest.fixture
-def collector() -> Iterator[tuple[str, list[bytes]]]:
-    """An OTLP collector's HTTP door on loopback; keeps what it is sent."""
-    received: list[bytes] = []
-
-    class Door(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            received.append(self.rfile.read(int(self.headers["content-length"])))
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Door) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}/v1/traces", received
-        server.shutdown()
-        thread.join()
-
-
-def test_spans_reach_the_collector(collector: tuple[str, list[bytes]]) -> None:
-    url, received = collector
-    provider = spans_to(url, "http/protobuf")
-    assert isinstance(provider, TracerProvider)
-    RequestTrace(provider.get_tracer("test"), None, "r", "model").end("completed")
-    provider.shutdown()
-    (message,) = [ExportTraceServiceRequest.FromString(data) for data in received]
-    assert [span.name for span in message.resource_spans[0].scope_spans[0].spans] == ["triptych.request"]
+def test_spans_reach_the_collector() -> None:
+    with collecting() as collector:
+        provider = spans_to(collector.url, "http/protobuf")
+        assert isinstance(provider, TracerProvider)
+        RequestTrace(provider.get_tracer("test"), None, "r", "model").end("completed")
+        provider.shutdown()
+        assert collector.names() == ["triptych.request"]
