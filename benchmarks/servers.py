@@ -19,7 +19,7 @@ from serving.local import free_ports
 
 __all__ = ["ServerFailed", "VllmServer", "aggregated", "engine_options"]
 
-_START_TIMEOUT_S = 300.0
+_START_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 30.0
 _POLL_S = 0.5
 
