@@ -12,12 +12,8 @@ from tests.parity.contenders import both as start_both
 
 @pytest.fixture(scope="session")
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
-    """Both servers; a test that names a reasoning parser as this fixture's parameter gets others, started anew."""
-    parser: str | None = getattr(request, "param", None)
     urls = request.config.getoption("parity_servers")
-    if urls and parser:
-        pytest.skip("the servers that run have no reasoning parser")
-    with running(*urls) if urls else start_both(tmp_path_factory.mktemp("parity"), parser) as started:
+    with running(*urls) if urls else start_both(tmp_path_factory.mktemp("parity")) as started:
         yield started
 
 

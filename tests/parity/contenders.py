@@ -61,7 +61,7 @@ class Both:
 
 
 @contextmanager
-def both(folder: Path, reasoning_parser: str | None = None) -> Iterator[Both]:
+def both(folder: Path) -> Iterator[Both]:
     """Start both servers, and stop them."""
     model = small_model(
         MODEL,
@@ -69,7 +69,6 @@ def both(folder: Path, reasoning_parser: str | None = None) -> Iterator[Both]:
         tool_call_parser="hermes",
         trust_request_mm_kwargs=True,
         trust_request_chat_template=True,
-        reasoning_parser=reasoning_parser,
     )
     (folder / "model.yaml").write_text(yaml.safe_dump({"models": [model]}))
     config = load(folder / "model.yaml")

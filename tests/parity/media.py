@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
-import tempfile
-from pathlib import Path
 from typing import Any
-
-import cv2
-import numpy as np
 
 from models import pictures
 from tests.pipeline.cases import picture
@@ -34,18 +29,6 @@ def video(number: int, frames: int = 4) -> dict[str, Any]:
         pictures.tiles(pictures.HELD_OUT + 5000 + 100 * number + frame, layout=(2, 2)).image.save(buffer, "JPEG")
         encoded.append(base64.b64encode(buffer.getvalue()).decode())
     return {"type": "video_url", "video_url": {"url": f"data:video/jpeg;base64,{','.join(encoded)}"}}
-
-
-def video_file(number: int, frames: int = 8) -> dict[str, Any]:
-    """A video as a file in MP4."""
-    with tempfile.NamedTemporaryFile(suffix=".mp4") as file:
-        writer = cv2.VideoWriter(file.name, cv2.VideoWriter.fourcc(*"mp4v"), 4.0, (112, 112))
-        for frame in range(frames):
-            drawn = pictures.tiles(pictures.HELD_OUT + 7000 + 100 * number + frame // 2, layout=(2, 2)).image
-            writer.write(cv2.cvtColor(np.asarray(drawn), cv2.COLOR_RGB2BGR))
-        writer.release()
-        encoded = base64.b64encode(Path(file.name).read_bytes()).decode()
-    return {"type": "video_url", "video_url": {"url": f"data:video/mp4;base64,{encoded}"}}
 
 
 def text(words: str) -> dict[str, Any]:

@@ -56,20 +56,6 @@ def test_usage_in_streams(both: Both, name: str) -> None:
     both.same(usages)
 
 
-def test_a_named_image_comes_again_without_its_data(both: Both) -> None:
-    def ask_twice(server: Contender) -> list[Any]:
-        name = {"type": "image_url", "image_url": None, "uuid": "twice"}
-        found = []
-        for part in ({**image(42), "uuid": "twice"}, name):
-            messages: Any = user(part, QUESTION)
-            answer = server.openai.chat.completions.create(model=MODEL, messages=messages, **GREEDY)
-            found.append(answer.to_dict(warnings=False))
-        return found
-
-    first, second = both.same(ask_twice)
-    assert first["choices"] == second["choices"]
-
-
 def test_cached_tokens_count_up(both: Both) -> None:
     """The second time all full blocks of the prompt are cached, image included."""
 
