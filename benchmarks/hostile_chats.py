@@ -74,7 +74,7 @@ def _chat_shape(rng: random.Random, body: Body) -> None:
         return [{"role": "user", "content": [part]}]
 
     body["messages"] = rng.choice([
-        [], None, [{"role": "user"}], [{"role": 1, "content": "x"}], "x", [None], content(None), content({}),
+        [], None, [{"role": 1, "content": "x"}], "x", [None], content(None), content({}),
         content({"type": "image_embeds", "image_embeds": "AAAA"}),
         content({"type": "image_embeds", "image_embeds": {}}),
         content({"type": "image_url"}), content({"type": "video_url"}), content({"type": "nonsense"}),
