@@ -16,7 +16,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--whole-matrix",
         action="store_true",
-        help="the feature contract for every built-in model, not for one with M-RoPE and one without",
+        help="everything for every built-in model, not for one with M-RoPE and one without",
     )
 
 
