@@ -168,7 +168,9 @@ def test_derender(both: Both) -> None:
         ]
 
     chat, completion = both.same(derender)
-    assert completion["choices"][0]["text"].startswith(chat["choices"][0]["message"]["content"])
+    said = completion["choices"][0]["text"]
+    assert said
+    assert chat["choices"][0]["message"]["content"].startswith(said)
 
 
 def test_derender_stream(both: Both) -> None:

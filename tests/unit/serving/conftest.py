@@ -24,7 +24,6 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 _OTHERS_WARNINGS = (
     "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning",  # torch, when it is imported
     "ignore:max_tokens is deprecated in favor of:DeprecationWarning",  # vLLM, reading its own request
-    "ignore:The given buffer is not writable:UserWarning",  # vLLM, decoding a token-in client's tensors
 )
 
 
