@@ -28,6 +28,7 @@ from serving.local import LocalPipeline, free_ports
 __all__ = ["Contender", "all_contenders"]
 
 _PROXY_START_S = 60.0
+_POLL_S = 0.2
 _PROXY_STOP_S = 10.0
 
 
@@ -127,7 +128,7 @@ def _await_proxy(url: str, process: subprocess.Popen[bytes]) -> None:
             httpx.get(f"{url}/health", timeout=5.0).raise_for_status()
             return
         except httpx.TransportError:
-            time.sleep(0.2)
+            time.sleep(_POLL_S)  # a server announces nothing; asking is the only way to know
     raise ServerFailed("the proxy did not start")
 
 

@@ -32,7 +32,7 @@ def measure(seconds: float) -> list[Record]:
         time.sleep(_REST_S)
         before = _cpu_seconds(pipeline)
         started = time.monotonic()
-        time.sleep(seconds)
+        time.sleep(seconds)  # the measurement itself: CPU time of a pipeline that nobody asks anything
         elapsed = time.monotonic() - started
         after = _cpu_seconds(pipeline)
     used = {kind: after[kind] - before[kind] for kind in _KINDS}

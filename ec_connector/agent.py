@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 _PEERS = "peers"
 _MOVING_SLEEP_S = 50e-6
+"""Between two looks at reads under way: NIXL has nothing to wait on, and `poll` counts whole milliseconds."""
 _STOP_WAIT_S = 30.0
 
 Result = TypeVar("Result")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from contextvars import ContextVar
@@ -21,6 +22,8 @@ from urllib.parse import quote
 from serving.errors import TriptychError, error_body
 
 __all__ = ["DisconnectGuard", "Exchange", "Gate", "Generation", "Note", "current_exchange"]
+
+logger = logging.getLogger(__name__)
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
@@ -168,9 +171,10 @@ class Gate:
         try:
             await self._app(scope, receive, exchange.send)
         except Exception:
-            # What the application raises over a failure that it has been told about says nothing new.
+            # What the application raises over a failure that it has been told about says nothing new to the client.
             if exchange.failure is None:
                 raise
+            logger.debug("raised over a failed request at %s", scope["path"], exc_info=True)
         finally:
             _exchange.reset(token)
         await exchange.finish()

@@ -23,6 +23,7 @@ MARK = "TRIPTYCH_LOCAL_PIPELINE"
 _ASK_S = 10.0
 _KILL_S = 20.0
 _POLL_S = 0.2
+"""The processes are nobody's children here, some not even known by id yet, so there is nothing to wait on."""
 
 
 def marked(mark: str) -> list[int]:

@@ -95,7 +95,7 @@ def _becomes_idle(stats: Callable[[], dict[str, Any]], wait_s: float) -> bool:
     while any(stats()[key] for key in ("pinned", "filling", "quarantined", "open_pins", "open_leases")):
         if time.monotonic() >= deadline:
             return False
-        time.sleep(0.02)
+        time.sleep(0.02)  # counters change in the agent's thread, which tells nobody
     return True
 
 
