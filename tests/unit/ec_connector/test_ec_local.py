@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Iterator
 
 import pytest
 
@@ -17,6 +18,20 @@ def address() -> str:
     return f"test-{uuid.uuid4().hex}"
 
 
+@pytest.fixture
+def server(address: str) -> Iterator[LocalServer]:
+    listening = LocalServer(address, SECRET)
+    yield listening
+    listening.close()
+
+
+@pytest.fixture
+def client(address: str, server: LocalServer) -> Iterator[LocalClient]:
+    linked = LocalClient(address, SECRET)
+    yield linked
+    linked.close()
+
+
 def take(server: LocalServer, count: int) -> list[tuple[int, bytes]]:
     taken: list[tuple[int, bytes]] = []
     deadline = time.monotonic() + 5
@@ -25,20 +40,14 @@ def take(server: LocalServer, count: int) -> list[tuple[int, bytes]]:
     return taken
 
 
-def test_messages_arrive_whole_and_in_order(address: str) -> None:
-    server = LocalServer(address, SECRET)
-    client = LocalClient(address, SECRET)
+def test_messages_arrive_whole_and_in_order(server: LocalServer, client: LocalClient) -> None:
     sent = [b"", b"a", b"b" * 300_000, b"c"]
     for payload in sent[:2]:
         client.send(payload)
     assert [payload for _, payload in take(server, 2)] == sent[:2]
-    client.close()
-    server.close()
 
 
-def test_replies_larger_than_the_socket_takes_are_sent_later(address: str) -> None:
-    server = LocalServer(address, SECRET)
-    client = LocalClient(address, SECRET)
+def test_replies_larger_than_the_socket_takes_are_sent_later(server: LocalServer, client: LocalClient) -> None:
     client.send(b"hello")
     [(sender, _)] = take(server, 1)
     sent = [bytes([number]) * 500_000 for number in range(8)]
@@ -50,8 +59,6 @@ def test_replies_larger_than_the_socket_takes_are_sent_later(address: str) -> No
         server.take()
         received += client.receive(0.01)
     assert received == sent
-    client.close()
-    server.close()
 
 
 def test_what_came_before_the_end_is_heard(address: str) -> None:

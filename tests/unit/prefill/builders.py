@@ -6,8 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
+
 from prefill.admission import Admission, FeatureRequirement, check
 from prefill.families import FLOATS, Family, Llava, QwenVL
+from serving.errors import TriptychError
 from serving.protocol import EncodingRef, Feature, Metadata, Placeholder, ResolvedItem, TensorInfo, Tensors
 from serving.references import ReferenceSigner
 
@@ -141,3 +144,15 @@ class Request:
             rendered=self.rendered,
             epochs=self.epochs,
         )
+
+
+def refuse(request: Request, kind: type[TriptychError], param: str | None, *hashes: str) -> TriptychError:
+    with pytest.raises(TriptychError) as caught:
+        request.check()
+    assert type(caught.value) is kind, caught.value
+    assert caught.value.param == param
+    assert caught.value.hashes == hashes
+    return caught.value
+
+
+FINE = image("fine", 2, tensors_for(MROPE, seed=b"fine"))

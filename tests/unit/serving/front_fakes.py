@@ -10,7 +10,9 @@ import asyncio
 import base64
 import io
 from collections.abc import AsyncGenerator
+from typing import Any
 
+import pytest
 from PIL import Image
 
 from serving.errors import TriptychError
@@ -88,3 +90,23 @@ def png(seed: int, size: tuple[int, int] = (112, 84)) -> bytes:
 
 def data_url(seed: int) -> str:
     return "data:image/png;base64," + base64.b64encode(png(seed)).decode()
+
+
+MODEL = "tiny-qwen2-vl"
+PICTURE = {"type": "image_url", "image_url": {"url": data_url(5)}}
+SAID = [{"role": "user", "content": "hello"}]
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": SAID, "max_tokens": 8},
+    "/v1/completions": {"prompt": "hello", "max_tokens": 8},
+    "/v1/responses": {"input": "hello", "max_output_tokens": 8},
+    "/v1/messages": {"messages": SAID, "max_tokens": 8},
+    "/inference/v1/generate": {"token_ids": [40, 41], "sampling_params": {"max_tokens": 8}},
+    "/generate": {"prompt": "hello", "sampling_params": {"max_tokens": 8}},
+}
+ROUTES = list(BODIES)
+BOTH = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+EACH = pytest.mark.parametrize("path", ROUTES)
+
+
+def body(path: str, stream: bool = False, **fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "stream": stream, **BODIES[path], **fields}
