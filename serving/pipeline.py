@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 
-from serving.errors import HandoffExpired, StageUnavailable, TriptychError
+from serving.errors import EncodingUnavailable, HandoffExpired, MultiModalCacheMiss, StageUnavailable, TriptychError
 from serving.limits import Limits
 from serving.messages import affinity, decode_request
 from serving.metrics import PipelineMetrics
@@ -23,6 +23,10 @@ from serving.stages import Admission, Check, Continue, Decoder, Encoder, Pipelin
 from serving.tracing import RequestTrace
 
 __all__ = ["Pipeline"]
+
+_LOSSES = (HandoffExpired, StageUnavailable, EncodingUnavailable, MultiModalCacheMiss)
+"""What decode fails a request with and a new prefill mends. Encodings are among it: a preempted request is computed
+anew from its prompt, and items that prefill's prefix cache covered came to decode without a reference."""
 
 
 class Pipeline:
@@ -112,7 +116,7 @@ class Pipeline:
                                 self._metrics.token(token_s)
                             yield chunk
                     return
-                except (HandoffExpired, StageUnavailable) as error:
+                except _LOSSES as error:
                     if progress.has_begun and not request.can_resume:
                         raise
                     attempts.again(error)

@@ -298,9 +298,11 @@ class Prompting:
 
 
 def _as_loss(error: TriptychError) -> TriptychError:
-    """`error`, unless it refuses a reference that the pipeline itself brought: no fault of the client's."""
+    """What the client is told in the end. That the stages lost an item which they had is no fault of the client's."""
     if isinstance(error, ECReferenceRequired):
         return EncodingUnavailable("references expired before prefill could use them", hashes=error.hashes)
+    if isinstance(error, MultiModalCacheMiss):
+        return EncodingUnavailable("the item was lost on its way, several times", hashes=error.hashes)
     return error
 
 

@@ -13,6 +13,7 @@ from serving.errors import (
     MultiModalCacheMiss,
     Overloaded,
     StageUnavailable,
+    TriptychError,
 )
 from serving.messages import encode_request
 from serving.protocol import (
@@ -129,6 +130,20 @@ async def test_decode_finding_it_expired_prefills_again() -> None:
     _, chunks = await stages.run(request())
     assert chunks[-1].finished
     assert [h.params["number"] for h in stages.decoder.rejected] == [1]
+
+
+@pytest.mark.parametrize("loss", [MultiModalCacheMiss, EncodingUnavailable])
+async def test_encodings_that_decode_lacks_are_no_fault_of_the_clients(loss: type[TriptychError]) -> None:
+    """A preempted request needs what only prefill's prefix cache stood for. Prefill runs again, and not for ever."""
+    stages = Stages()
+    stages.decoder.failures = [loss("gone", hashes=["a"])]
+    _, chunks = await stages.run(request(image("a", 1)))
+    assert chunks[-1].finished
+    assert len(stages.prefiller.requests) == 2
+    stages.decoder.failures = [loss("gone", hashes=["a"]) for _ in range(3)]
+    with pytest.raises(EncodingUnavailable):
+        await stages.run(request(image("a", 1)))
+    assert len(stages.prefiller.requests) == 5
 
 
 async def test_leaving_before_the_first_chunk_returns_the_hand_off() -> None:
