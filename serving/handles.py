@@ -176,7 +176,8 @@ class PrefillHandle(StageHandle):
                 await self.release(refs, request.affinity)
 
         handle = self._resolve.options(session_id=request.affinity)
-        return decode(ResolveResult, await self._call(handle, encode(request), timeout_s=None, undo=undo))
+        answer = await self._call(handle, encode(request), timeout_s=request.timeout_s, undo=undo)
+        return decode(ResolveResult, answer)
 
     async def prefill(self, request: PrefillRequest) -> PrefillResult:
         async def undo(answer: bytes) -> None:

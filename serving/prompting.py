@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TypeVar
 
 import msgspec
 
@@ -26,6 +27,7 @@ from serving.protocol import (
     PrefillResult,
     ResolvedItem,
     ResolveRequest,
+    ResolveResult,
     Tensors,
     without_tensors,
 )
@@ -36,6 +38,8 @@ from serving.tracing import RequestTrace
 __all__ = ["Attempts", "Prefilled", "Prompting", "forgiving"]
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 _HINTS = 65_536
 """Identifiers remembered per stage. At 32 bytes a name this is a few MiB in each ingress process."""
@@ -87,7 +91,7 @@ class Prompting:
         check: The admission policy.
         metrics: Where outcomes and times go.
         handoff_margin_s: Part of prefill's lease that is not used: clock skew plus the longest engine step.
-        attempts: Times one item may be asked of encoders that die.
+        attempts: Times one call that can be repeated is made to replicas that die.
         clock: Monotonic seconds.
     """
 
@@ -145,7 +149,7 @@ class Prompting:
         Raises:
             TriptychError: As the tree in `serving/errors.py` says.
         """
-        held = await self._resolve(request, admitted)
+        held = await self._resolve(request, admitted, deadline)
         encodings = {
             name: Encoding(item.ref, ItemProvenance.PREFILL_SLAB, item.metadata)
             for name, item in held.items()
@@ -222,7 +226,9 @@ class Prompting:
             releases.append(forgiving(self._encoder.release(of_encoder)))
         await asyncio.shield(asyncio.gather(*releases))
 
-    async def _resolve(self, request: PipelineRequest, admitted: Admission) -> dict[str, ResolvedItem]:
+    async def _resolve(
+        self, request: PipelineRequest, admitted: Admission, deadline: float | None
+    ) -> dict[str, ResolvedItem]:
         """Ask prefill for items whose fate depends on it, and for those with tensors that it probably still holds."""
         hinted = (
             feature.identifier
@@ -232,7 +238,12 @@ class Prompting:
         wanted = tuple(dict.fromkeys((*admitted.unresolved, *hinted)))
         if not wanted:
             return {}
-        answer = await self._prefiller.resolve(ResolveRequest(wanted, request.cache_salt, affinity(request)))
+
+        async def ask() -> ResolveResult:
+            message = ResolveRequest(wanted, request.cache_salt, affinity(request), self._remaining(deadline))
+            return await self._prefiller.resolve(message)
+
+        answer = await self._elsewhere(ask)
         return {item.identifier: item for item in answer.items}
 
     async def _encode_all(
@@ -272,20 +283,26 @@ class Prompting:
         deadline: float | None,
     ) -> Encoding:
         """Encode one item, sending its tensors only to an encoder that may need them; a dead one is asked elsewhere."""
-        call = encode_request(request, feature, timeout_s=self._remaining(deadline), trace_headers=trace_headers)
+        call = encode_request(request, feature, timeout_s=None, trace_headers=trace_headers)
+
+        async def ask(sent: Feature) -> EncodeResult:
+            message = msgspec.structs.replace(call, feature=sent, timeout_s=self._remaining(deadline))
+            return await self._encoder.encode(message)
+
         if feature.identifier in self._at_encoder:
-            bare = msgspec.structs.replace(call, feature=without_tensors([call.feature])[0])
-            result = await self._elsewhere(lambda: self._encoder.encode(bare))
+            (bare,) = without_tensors([call.feature])
+            result = await self._elsewhere(lambda: ask(bare))
             if result.ref is not None:
                 return Encoding(result.ref, result.provenance, result.metadata)
-        whole = msgspec.structs.replace(call, feature=with_pixels(call.feature, request))
-        result = await self._elsewhere(lambda: self._encoder.encode(whole))
+        whole = with_pixels(call.feature, request)
+        result = await self._elsewhere(lambda: ask(whole))
         if result.ref is None:
             raise EncodingUnavailable("the encoder did not keep the item", hashes=[feature.identifier])
         self._at_encoder.add(feature.identifier)
         return Encoding(result.ref, result.provenance, result.metadata)
 
-    async def _elsewhere(self, call: Callable[[], Awaitable[EncodeResult]]) -> EncodeResult:
+    async def _elsewhere(self, call: Callable[[], Awaitable[Result]]) -> Result:
+        """A call that changes nothing it could not change twice; while replicas die under it, others are asked."""
         for _ in range(1, self._attempts):
             try:
                 return await call()

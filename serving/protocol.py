@@ -139,6 +139,7 @@ class ResolveRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     identifiers: tuple[str, ...]
     cache_salt: str | None = None
     affinity: str = ""
+    timeout_s: float | None = None
 
 
 class ResolvedItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

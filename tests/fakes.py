@@ -45,14 +45,16 @@ def ref_for(identifier: str, rows: int = 4) -> EncodingRef:
 class FakeEncoder:
     """Holds every item it was sent tensors for, until `forget`."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_encode: Callable[[], None] = lambda: None) -> None:
         self.requests: list[EncodeRequest] = []
         self.held: dict[str, dict[str, object]] = {}
         self.released: list[str] = []
         self.failures: list[TriptychError] = []
+        self._on_encode = on_encode
 
     async def encode(self, request: EncodeRequest) -> EncodeResult:
         self.requests.append(request)
+        self._on_encode()
         if self.failures:
             raise self.failures.pop(0)
         name = request.feature.identifier
@@ -77,11 +79,14 @@ class FakePrefiller:
         self.slab: dict[str, dict[str, object]] = {}
         self.released: list[str] = []
         self.failures: list[TriptychError] = []
+        self.resolve_failures: list[TriptychError] = []
         self._lease_s = lease_s
         self._on_prefill = on_prefill
 
     async def resolve(self, request: ResolveRequest) -> ResolveResult:
         self.resolves.append(request)
+        if self.resolve_failures:
+            raise self.resolve_failures.pop(0)
         return ResolveResult(
             tuple(
                 ResolvedItem(name, self.slab.get(name), False, ref_for(name) if name in self.slab else None)

@@ -43,12 +43,13 @@ class Stages:
         *,
         lease_s: float = 30.0,
         prefill_takes_s: float = 0.0,
+        encode_takes_s: float = 0.0,
         refuse: Exception | None = None,
         tracer: Tracer | None = None,
     ) -> None:
         tracer = tracer or NoOpTracer()
         self.now = 0.0
-        self.encoder = FakeEncoder()
+        self.encoder = FakeEncoder(on_encode=lambda: self._pass(encode_takes_s))
         self.prefiller = FakePrefiller(lease_s=lease_s, on_prefill=lambda: self._pass(prefill_takes_s))
         self.decoder = FakeDecoder()
         self.limits = Limits(max_running=2, max_waiting=0)

@@ -136,6 +136,12 @@ async def test_a_resolve_that_was_cancelled_too_late_is_released() -> None:
     assert "release" not in handle.calls
 
 
+async def test_a_resolve_ends_with_the_requests_deadline() -> None:
+    request = ResolveRequest(("a",), timeout_s=0.01)
+    with pytest.raises(DeadlineExceeded):
+        await PrefillHandle(Handle(), _never).resolve(request)  # type: ignore[arg-type]
+
+
 async def test_nobody_waits_for_what_frees() -> None:
     handle = Handle()
     await EncodeHandle(handle).release([LEASED, LEASED])  # type: ignore[arg-type]

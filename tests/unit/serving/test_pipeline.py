@@ -198,6 +198,22 @@ async def test_a_dead_encoder_is_asked_elsewhere_once() -> None:
         await stages.run(request(image("b", 2)))
 
 
+async def test_an_encoder_that_is_asked_again_gets_the_time_that_is_left() -> None:
+    stages = Stages(encode_takes_s=4.0)
+    stages.encoder.failures = [StageUnavailable("gone")]
+    await stages.run(request(image("a", 2), timeout_s=10.0))
+    assert [r.timeout_s for r in stages.encoder.requests] == [10.0, 6.0]
+
+
+async def test_a_prefill_that_dies_while_it_resolves_is_asked_elsewhere_within_the_deadline() -> None:
+    stages = Stages()
+    stages.prefiller.slab["a"] = GRID
+    stages.prefiller.resolve_failures = [StageUnavailable("gone")]
+    report, _ = await stages.run(request(image("a", 2, payload=None), timeout_s=10.0))
+    assert report.items[0].provenance is ItemProvenance.PREFILL_SLAB
+    assert [r.timeout_s for r in stages.prefiller.resolves] == [10.0, 10.0]
+
+
 async def test_a_dead_prefill_is_asked_elsewhere_with_fresh_references() -> None:
     stages = Stages()
     stages.prefiller.failures = [StageUnavailable("gone")]
