@@ -12,7 +12,6 @@ import re
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,14 +20,13 @@ from pathlib import Path
 import httpx
 import psutil
 
-from benchmarks.servers import ServerFailed, VllmServer, aggregated, engine_options
+from benchmarks.servers import ServerFailed, VllmServer, aggregated, answers, engine_options
 from configs.schema import PipelineConfig, load, replica_environment
 from serving.local import LocalPipeline, free_ports
 
 __all__ = ["Contender", "all_contenders"]
 
 _PROXY_START_S = 60.0
-_POLL_S = 0.2
 _PROXY_STOP_S = 10.0
 
 
@@ -85,7 +83,8 @@ def _proxied(config: PipelineConfig) -> Iterator[Contender]:
         command = [sys.executable, "-m", "benchmarks.epd_proxy", f"--port={port}", *options]
         process = subprocess.Popen(command)
         try:
-            _await_proxy(url, process)
+            if not answers(url, process, within_s=_PROXY_START_S):
+                raise ServerFailed("the proxy did not start")
             roots = [process.pid, *(server.pid for server in stages.values())]
             yield Contender(
                 "proxy", url, lambda: [pid for root in roots for pid in _tree(root)], lambda: _proxy_bytes(url, folder)
@@ -119,17 +118,6 @@ def _stage_server(config: PipelineConfig, stage: str, folder: str) -> VllmServer
     (side_channel,) = free_ports(1)
     side = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel)}
     return VllmServer(options, flags, replica_environment(config) | side)
-
-
-def _await_proxy(url: str, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + _PROXY_START_S
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            httpx.get(f"{url}/health", timeout=5.0).raise_for_status()
-            return
-        except httpx.TransportError:
-            time.sleep(_POLL_S)  # a server announces nothing; asking is the only way to know
-    raise ServerFailed("the proxy did not start")
 
 
 def _tree(pid: int) -> list[int]:

@@ -20,6 +20,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -64,16 +65,11 @@ class Clients:
                 answer = client.post("/generate", json=body).raise_for_status().json()
                 self._known.append(answer["token_ids"])
 
-    def start(self) -> list[threading.Thread]:
-        threads = [threading.Thread(target=self._ask, args=(seed,)) for seed in range(_CLIENTS)]
-        for thread in threads:
-            thread.start()
-        return threads
-
     def stop(self) -> None:
         self._stop.set()
 
-    def _ask(self, seed: int) -> None:
+    def ask(self, seed: int) -> None:
+        """One client: one request after another until `stop`."""
         rng = random.Random(seed)
         with httpx.Client(base_url=self._url, timeout=_REQUEST_TIMEOUT_S) as client:
             while not self._stop.is_set():
@@ -119,22 +115,28 @@ def measure(seconds: float) -> list[Record]:
 
 
 def _soak(pipeline: LocalPipeline, clients: Clients, seconds: float) -> list[Record]:
-    threads = clients.start()
     started = time.monotonic()
     memory: dict[int, int] = {}
     kills = 0
     next_kill = min(_KILL_EVERY_S, seconds / 4)
-    while (elapsed := time.monotonic() - started) < seconds:
-        if not memory and elapsed >= seconds / 4:
-            memory = _memory(pipeline)
-        if elapsed >= next_kill:
-            next_kill += _KILL_EVERY_S
-            kills += _kill_an_encoder(pipeline)
-        time.sleep(_TICK_S)
-    after = _memory(pipeline)
-    clients.stop()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(_CLIENTS) as pool:
+        asking = [pool.submit(clients.ask, seed) for seed in range(_CLIENTS)]
+        try:
+            while (elapsed := time.monotonic() - started) < seconds:
+                if not memory and elapsed >= seconds / 4:
+                    memory = _memory(pipeline)
+                if elapsed >= next_kill and _kill_an_encoder(pipeline):
+                    next_kill += _KILL_EVERY_S
+                    kills += 1
+                if wait(asking, _TICK_S, FIRST_COMPLETED).done:
+                    break  # a client ends by itself only on an error, which is raised below
+            after = _memory(pipeline)
+        finally:
+            clients.stop()
+    for client in asking:
+        client.result()
+    if not kills:
+        raise RuntimeError("no encoder was killed: this soak has shown nothing about losses")
     lived = memory.keys() & after.keys()
     growth = sum(after[pid] - memory[pid] for pid in lived) / (1 << 20)
     counts = clients.counts

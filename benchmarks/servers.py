@@ -17,15 +17,33 @@ import httpx
 from configs.schema import PipelineConfig, StageConfig, replica_environment
 from serving.local import free_ports
 
-__all__ = ["ServerFailed", "VllmServer", "aggregated", "engine_options"]
+__all__ = ["ServerFailed", "VllmServer", "aggregated", "answers", "engine_options"]
 
 _START_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 30.0
 _POLL_S = 0.5
+"""Between two questions: a server announces to nobody that it listens, only its end wakes who waits for it."""
 
 
 class ServerFailed(Exception):
     """The server did not come up. The message ends with what it printed last."""
+
+
+def answers(url: str, process: subprocess.Popen[bytes], *, within_s: float) -> bool:
+    """Whether the server comes to answer its health route in time; False at once when its process ends."""
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        try:
+            if httpx.get(f"{url}/health", timeout=5.0).status_code == httpx.codes.OK:
+                return True
+        except httpx.TransportError:
+            pass  # it does not listen yet
+        try:
+            process.wait(_POLL_S)
+        except subprocess.TimeoutExpired:
+            continue
+        return False
+    return False
 
 
 class VllmServer:
@@ -86,19 +104,8 @@ class VllmServer:
             ServerFailed: It ended, or the time is over.
         """
         assert self._process is not None
-        deadline = time.monotonic() + _START_TIMEOUT_S
-        while time.monotonic() < deadline:
-            try:
-                if httpx.get(f"{self.url}/health", timeout=5.0).status_code == httpx.codes.OK:
-                    return
-            except httpx.TransportError:
-                pass
-            try:
-                self._process.wait(_POLL_S)
-            except subprocess.TimeoutExpired:
-                continue
-            break
-        raise ServerFailed(f"vLLM's server did not start:\n{self.log_tail()}")
+        if not answers(self.url, self._process, within_s=_START_TIMEOUT_S):
+            raise ServerFailed(f"vLLM's server did not start:\n{self.log_tail()}")
 
     def log_tail(self, size_bytes: int = 4000) -> str:
         """The last of what the server printed."""
