@@ -1,9 +1,10 @@
 """Encodings under pressure and loss: `python -m benchmarks.ec_soak [--seconds 300] [--quick] [--json FILE]`.
 
 The pipeline with two encoder replicas whose slabs hold about ten items each, and a prefill replica whose slab holds
-about forty (a consumer's slab cannot be smaller: one page for each row of vLLM's encoder cache). Eight clients ask for
-pictures out of 90 of mixed sizes, so that items are evicted all the time; prefix caching is off, so that each request
-needs its item. Once a minute (once in `--quick`, which takes 40 s) the engine of one encoder is killed.
+about 170: a consumer's cannot be smaller, for it has a page for each row of vLLM's encoder cache, which holds the
+longest video that the model takes. Eight clients ask for pictures out of 240 of mixed sizes, so that items are evicted
+everywhere all the time; prefix caching is off, so that each request needs its item. Once a minute (once in `--quick`,
+which takes 40 s) the engine of one encoder is killed.
 
 `ec_soak_wrong_tokens`: answers that differ from the one given before the first kill. `ec_soak_untold_losses`: requests
 that ended without an answer and without an error of the pipeline's own that names its reason. Both must be 0.
@@ -36,15 +37,18 @@ from models.pictures import HELD_OUT, LAYOUTS, tiles
 from serving.local import LocalPipeline
 
 _CLIENTS = 8
-_PICTURES = 90
+_PICTURES = 240
+_TILE_PX = 84
 _KILL_EVERY_S = 60.0
 _TICK_S = 0.5
 """How exactly kills keep their time; the load itself runs in the clients' threads."""
 _QUICK_S = 40.0
 _REQUEST_TIMEOUT_S = 180.0
 _PAGE = 4 << 10
-_TOKENS = 32
-"""In one engine step, and rows of its encoder cache: the largest of the pictures has 24."""
+_TOKENS = 64
+"""In one engine step: the largest of the pictures has 54 rows, in four pages."""
+_CACHE_ROWS = 448
+"""Rows of vLLM's encoder cache at least, whatever a step may hold: a video of 16 frames."""
 
 
 class Clients:
@@ -158,15 +162,16 @@ def _config() -> dict[str, Any]:
     config = dict(read_yaml(Path(configs.__path__[0]) / "pipeline.yaml"))
     model = config["applications"][0]["args"]["models"][0]
     sizes = {"max_num_batched_tokens": _TOKENS, "max_num_seqs": _CLIENTS, "enable_prefix_caching": False}
-    consumer = sizes | {"slab_bytes": (_TOKENS + 8) * _PAGE, "inflight_bytes": 8 * _PAGE}
-    model["encoder"] = model["encoder"] | sizes | {"slab_bytes": 10 * _PAGE, "inflight_bytes": _PAGE, "num_replicas": 2}
+    consumer = sizes | {"slab_bytes": (_CACHE_ROWS + 8) * _PAGE, "inflight_bytes": 8 * _PAGE}
+    producer = sizes | {"slab_bytes": 27 * _PAGE, "inflight_bytes": 4 * _PAGE, "num_replicas": 2}
+    model["encoder"] = model["encoder"] | producer
     model["prefill"] = model["prefill"] | consumer
     model["decode"] = model["decode"] | consumer
     return config
 
 
 def _body(number: int) -> dict[str, Any]:
-    picture = tiles(HELD_OUT + 5000 + number, layout=LAYOUTS[number % len(LAYOUTS)])
+    picture = tiles(HELD_OUT + 5000 + number, layout=LAYOUTS[number % len(LAYOUTS)], tile_px=_TILE_PX)
     file = io.BytesIO()
     picture.image.save(file, "PNG")
     sampling = {"temperature": 0, "max_tokens": 8}

@@ -135,5 +135,6 @@ def check_slab_size(config: ECConfig, *, cache_rows: int, row_bytes: int) -> Non
         raise ValueError(
             f"slab_bytes is {config.slab_bytes}, but a consumer needs at least {needed}: vLLM's encoder cache holds up"
             f" to {cache_rows} rows of {row_bytes} bytes (in pages), plus inflight_bytes"
-            f" {config.inflight_bytes}. Raise slab_bytes or lower max_num_batched_tokens"
+            f" {config.inflight_bytes}. Raise slab_bytes, or lower max_num_batched_tokens if that sets the rows and"
+            " not the model's largest item"
         )
