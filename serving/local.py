@@ -115,6 +115,7 @@ class LocalPipeline:
         """The environment of this pipeline's processes; a driver that joins its Ray at `ray_address` needs it too."""
         return {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"} | {
             MARK: self._mark,
+            "VLLM_RPC_BASE_PATH": str(self._directory),  # engines do not remove their sockets; this goes with the rest
             "RAY_worker_niceness": "0",  # Ray's default of 15 starves engines on a busy machine
             "RAY_raylet_start_wait_time_s": "40",  # how soon `ray start` notices that its node did not come up
             "RAY_USAGE_STATS_ENABLED": "0",
