@@ -12,7 +12,7 @@ from pydantic import BaseModel, ByteSize
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from configs.schema import IngressConfig, PipelineConfig, PrefillConfig, StageConfig
+from configs.schema import DecodeConfig, IngressConfig, PipelineConfig, PrefillConfig, StageConfig
 
 __all__ = ["markdown"]
 
@@ -56,7 +56,7 @@ def _sections(model: type[BaseModel], path: str, done: set[type[BaseModel]]) -> 
 
 
 def _inherited(model: type[BaseModel], done: set[type[BaseModel]]) -> str:
-    if model is PrefillConfig and StageConfig in done:
+    if model in (PrefillConfig, DecodeConfig) and StageConfig in done:
         return "All keys of the encoder stage, and:"
     if model is IngressConfig:
         return "The replica keys of a stage (`num_replicas` to `health_check_timeout_s`); defaults that differ, and:"

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from configs.base import Count, Frozen
-from configs.stages import PrefillConfig, StageConfig
+from configs.stages import DecodeConfig, PrefillConfig, StageConfig
 from models.registry import PREFIX, resolve
 
 __all__ = ["AdmissionConfig", "ModalityLimits", "ModelConfig", "Requirement"]
@@ -78,7 +78,7 @@ class ModelConfig(Frozen):
     chat_template: str | None = Field(None, description="Path of a chat template, where the checkpoint has none.")
     encoder: StageConfig = Field(StageConfig(), description="The vision tower.")
     prefill: PrefillConfig = Field(PrefillConfig(), description="The language model over the prompt.")
-    decode: StageConfig = Field(StageConfig(), description="Token generation.")
+    decode: DecodeConfig = Field(DecodeConfig(), description="Token generation.")
     admission: AdmissionConfig = Field(AdmissionConfig(), description="Additions to the derived admission policy.")
 
     @property

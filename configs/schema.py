@@ -17,7 +17,7 @@ from configs.base import ConfigError, Frozen
 from configs.cluster import ClusterConfig, EncodingTransferConfig, MediaConfig
 from configs.messages import describe
 from configs.models import AdmissionConfig, ModalityLimits, ModelConfig, Requirement
-from configs.stages import Autoscaling, DeploymentConfig, IngressConfig, PrefillConfig, StageConfig
+from configs.stages import Autoscaling, DecodeConfig, DeploymentConfig, IngressConfig, PrefillConfig, StageConfig
 from configs.tracing import TracingConfig
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "Autoscaling",
     "ClusterConfig",
     "ConfigError",
+    "DecodeConfig",
     "DeploymentConfig",
     "EncodingTransferConfig",
     "IngressConfig",

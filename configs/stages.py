@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from configs.base import Count, Frozen, Seconds, SizeBytes
 
-__all__ = ["Autoscaling", "DeploymentConfig", "IngressConfig", "PrefillConfig", "StageConfig"]
+__all__ = ["Autoscaling", "DecodeConfig", "DeploymentConfig", "IngressConfig", "PrefillConfig", "StageConfig"]
 
 _CPU_UTILIZATION = 0.05
 _GPU_UTILIZATION = 0.9
@@ -215,4 +215,14 @@ class PrefillConfig(StageConfig):
         validate_default=True,
         description="Processed inputs (tensors and metadata) that a prefill replica keeps, so that a repeated item may "
         "come by name alone. 0 keeps nothing.",
+    )
+
+
+class DecodeConfig(StageConfig):
+    """The decode stage, which streams answers."""
+
+    stream_interval_s: Annotated[float, Field(ge=0)] = Field(
+        0.02,
+        description="Tokens of one answer that come faster than this are sent on together: each hop costs CPU time a "
+        "message. The first and the last token wait for nothing. 0 sends every engine step's output by itself.",
     )

@@ -10,6 +10,7 @@ from typing import Any
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 
+from decode.coalescing import coalesced
 from serving.engine import Engine, EngineSettings, transfer_params, wire_logprobs
 from serving.engine_input import decode_sampling, to_engine_input
 from serving.errors import HandoffExpired
@@ -18,17 +19,27 @@ from serving.references import ReferenceSigner
 
 
 class DecodeServer:
-    """Continues a prefilled prompt. A hand-off is read once, and never after its deadline."""
+    """Continues a prefilled prompt. A hand-off is read once, and never after its deadline.
 
-    def __init__(self, make_settings: Callable[[], EngineSettings], make_signer: Callable[[], ReferenceSigner]) -> None:
+    Args:
+        stream_interval_s: Chunks of one answer that come faster than this are joined.
+    """
+
+    def __init__(
+        self,
+        make_settings: Callable[[], EngineSettings],
+        make_signer: Callable[[], ReferenceSigner],
+        stream_interval_s: float,
+    ) -> None:
         self._engine = Engine(make_settings())
         self._signer = make_signer()
+        self._stream_interval_s = stream_interval_s
 
     async def check_health(self) -> None:
         await self._engine.check_health()
 
     async def decode(self, data: bytes | DecodeRequest) -> AsyncGenerator[bytes, None]:
-        """Stream the answer. The engine merges what its consumer has not yet taken, so chunks coalesce under load.
+        """Stream the answer, at most a chunk an interval.
 
         Yields:
             The bytes of a `DecodeChunk`; the last has `finished` set.
@@ -54,9 +65,9 @@ class DecodeServer:
             reasoning_parser_kwargs=request.reasoning_parser_kwargs,
             trace_headers=request.trace_headers,
         )
-        async with aclosing(stream) as outputs:
-            async for output in outputs:
-                yield encode(_chunk(output))
+        async with aclosing(coalesced(_chunks(stream), self._stream_interval_s)) as chunks:
+            async for chunk in chunks:
+                yield encode(chunk)
 
     async def reject(self, request_id: str, handoff: bytes | KVHandoff) -> None:
         """Let prefill free the blocks of a hand-off that will not be read."""
@@ -89,6 +100,12 @@ def _decode_sampling(request: DecodeRequest, ec_params: dict[str, Any]) -> Sampl
     extra = dict(sampling.extra_args or {}, kv_transfer_params=request.handoff.params)
     sampling.extra_args = extra | ({"ec_transfer_params": ec_params} if ec_params else {})
     return sampling
+
+
+async def _chunks(outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[DecodeChunk, None]:
+    async with aclosing(outputs) as stream:
+        async for output in stream:
+            yield _chunk(output)
 
 
 def _chunk(output: RequestOutput) -> DecodeChunk:

@@ -78,7 +78,7 @@ def _stages(
     return {
         Role.ENCODE: encoder.bind(settings[Role.ENCODE], signer, partial(_make_item_check, model)),
         Role.PREFILL: prefill.bind(settings[Role.PREFILL], signer, partial(_make_request_check, model, signer)),
-        Role.DECODE: decode.bind(settings[Role.DECODE], signer),
+        Role.DECODE: decode.bind(settings[Role.DECODE], signer, model.decode.stream_interval_s),
     }
 
 
