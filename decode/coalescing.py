@@ -16,6 +16,8 @@ async def coalesced(chunks: AsyncGenerator[DecodeChunk, None], within_s: float) 
     The first and the last chunk are passed on at once, and so is any that comes after a longer pause: only a stream
     faster than the interval is held up, never by more than `within_s`. Closing the generator closes `chunks`.
 
+    vLLM merges outputs too while nobody asks for them; but whoever does not ask also gets the last one late.
+
     Args:
         within_s: Seconds; 0 passes on whatever has come.
 

@@ -92,7 +92,7 @@ def test_a_read_unpins_at_the_producer(start: Callable[..., Any], lane: dict[str
         works(consumer, peer.put(f"item-{seed}", seed, size), seed)
     deadline = time.monotonic() + 5
     while peer.stats()["open_leases"] and time.monotonic() < deadline:
-        time.sleep(0.02)
+        time.sleep(0.02)  # counters change in the agent's thread, which tells nobody
     assert peer.stats()["open_leases"] == 0
     assert peer.stats()["leases_expired"] == 0
 
