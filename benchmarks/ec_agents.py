@@ -12,12 +12,11 @@ import msgspec
 import numpy as np
 import torch
 
-from ec_connector.agent import Agent
+from ec_connector.agent import Agent, link_to
 from ec_connector.config import ECConfig, parse_config
 from ec_connector.pool import Spec
 from ec_connector.protocol import Drop, Pinned, ToScheduler, Want, WantedItem, encode
 from ec_connector.slab import Slab
-from ec_connector.transport.local import LocalClient, local_address
 from ec_connector.transport.nixl import NixlAgent
 from ec_connector.transport.reads import HOST_DEVICE, Region
 from serving.plugin import register
@@ -73,7 +72,7 @@ class Fetcher:
 
     def __init__(self, config: ECConfig) -> None:
         self.agent, _ = build_agent("consumer", config)
-        self._link = LocalClient(local_address(self.agent.identity.engine_id, 0), config.secret)
+        self._link = link_to(self.agent.identity.engine_id, 0, config.secret)
 
     def fetch(self, refs: Sequence[EncodingRef]) -> float:
         """Seconds until all of these items, which one request wishes for, lie in the slab, read and digested."""

@@ -18,14 +18,13 @@ from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
-from ec_connector.agent import Agent
+from ec_connector.agent import Agent, link_to
 from ec_connector.config import ECConfig, check_slab_size, parse_config
 from ec_connector.gate import Gate
 from ec_connector.metrics import ECPromMetrics, ECStats
 from ec_connector.protocol import compatibility_hash
 from ec_connector.scheduler import ECScheduler, Outputs, StepMetadata
 from ec_connector.slab import Slab
-from ec_connector.transport.local import LocalClient, local_address
 from ec_connector.worker import ECWorker
 
 
@@ -125,7 +124,7 @@ def _build_scheduler(vllm_config: VllmConfig, config: ECConfig) -> ECScheduler:
         check_slab_size(config, cache_rows=budget.encoder_cache_size, row_bytes=_widest_row_bytes(vllm_config))
     # A pure producer keeps one copy, at rank 0; where items are also loaded, every rank keeps its own.
     ranks = vllm_config.parallel_config.tensor_parallel_size if ec.is_ec_consumer else 1
-    links = [LocalClient(local_address(ec.engine_id, rank), config.secret) for rank in range(ranks)]
+    links = [link_to(ec.engine_id, rank, config.secret) for rank in range(ranks)]
     gate = Gate(links, loads=ec.is_ec_consumer)
     gate.await_agents()
     model = vllm_config.model_config

@@ -64,6 +64,17 @@ class Consumer:
         """Pins held for requests and views."""
         return sum(len(request.pins) for request in self._requests.values()) + len(self._views)
 
+    @property
+    def waiting(self) -> bool:
+        """Whether a request waits for an item."""
+        return any(request.wanted for request in self._requests.values())
+
+    @property
+    def unread_bytes(self) -> int:
+        """Bytes of the items that requests wait for from peers. Two requests for one item count it twice."""
+        wanted = (item for request in self._requests.values() for item in request.wanted.values())
+        return sum(item.ref.size_bytes for item in wanted if item.ref is not None)
+
     def want(self, message: Want) -> None:
         """Take on items for a request; `poll` works on them."""
         request = self._requests.setdefault(message.request_id, _Request({}, {}, {}))

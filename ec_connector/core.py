@@ -238,16 +238,30 @@ class Core:
 
     # --- time -------------------------------------------------------------------------------------------------
 
+    def advance(self, now: float) -> list[ToScheduler]:
+        """Advance what the scheduler waits for, as far as it goes; returns messages for it."""
+        return self.consumer.poll(now)
+
     def poll(self, now: float) -> tuple[list[ToScheduler], list[tuple[bytes, PeerReply]]]:
         """Advance everything; returns messages for the scheduler, and (sender, reply) for peers."""
         pending, self._on_device = self._on_device, []
         for ready, action in pending:
             self._when(ready, action)
-        to_scheduler = self.consumer.poll(now)
+        to_scheduler = self.advance(now)
         if self.fetches.idle:
             for address in self.probes.poll(self.fetches.greeted()):
                 self.fetches.on_lost(now, address)
         return to_scheduler, self.producer.poll(now)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a request or a peer waits for what a change of the pool may bring."""
+        return self.consumer.waiting or self.producer.waiting
+
+    @property
+    def unread_bytes(self) -> int:
+        """How much `advance` may read at most."""
+        return self.consumer.unread_bytes
 
     @property
     def moving(self) -> bool:

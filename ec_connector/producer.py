@@ -61,6 +61,11 @@ class Producer:
     def open_leases(self) -> int:
         return len(self._leases)
 
+    @property
+    def waiting(self) -> bool:
+        """Whether a peer waits for an item that is being filled."""
+        return bool(self._parked)
+
     def announce(
         self,
         now: float,

@@ -10,6 +10,8 @@ import xxhash
 
 from ec_connector.transport.reads import HOST_DEVICE, PROBE_BYTES, Region
 
+_DIGEST_BYTES = 256 << 10
+
 
 class Slab:
     """`size_bytes` of memory on `device`. Offsets are the pool's.
@@ -49,8 +51,19 @@ class Slab:
 
         Returns the digest of what was written; None where a device is still writing.
         """
-        self.view(offset, (tensor.shape[0], tensor.shape[1]), dtype_name(tensor)).copy_(tensor.detach())
-        return self.digest(offset, tensor.nbytes) if self._host is not None else None
+        rows, width = tensor.shape
+        target, source = self.view(offset, (rows, width), dtype_name(tensor)), tensor.detach()
+        if self._host is None:
+            target.copy_(source)
+            return None
+        digest = xxhash.xxh3_64()
+        row_bytes = width * tensor.element_size()
+        step = max(1, _DIGEST_BYTES // row_bytes)
+        for start in range(0, rows, step):  # so that what is digested still lies in the CPU's cache
+            end = min(start + step, rows)
+            target[start:end].copy_(source[start:end])
+            digest.update(self._host[offset + start * row_bytes : offset + end * row_bytes])
+        return int(digest.intdigest())
 
     def digest(self, offset: int, size_bytes: int) -> int:
         """xxh3_64 over the bytes at `offset`. Nothing may be writing there."""

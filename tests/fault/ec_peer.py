@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 import torch
 
-from ec_connector.agent import Agent
+from ec_connector.agent import Agent, link_to
 from ec_connector.config import ECConfig, parse_config
 from ec_connector.counters import counters
 from ec_connector.pool import Spec
@@ -102,10 +102,16 @@ def _becomes_idle(stats: Callable[[], dict[str, Any]], wait_s: float) -> bool:
 class Consumer:
     """An agent in this process, and the scheduler's link to it."""
 
+    is_direct = True
+    """Whether the link is that of a scheduler in the agent's process, or one over the socket, as with several ranks."""
+
     def __init__(self, extra: Mapping[str, Any], model: str = MODEL) -> None:
         config = parse_config(extra)
         self.agent, self.slab = build(config, model)
-        self._link = LocalClient(local_address(self.agent.identity.engine_id, 0), config.secret)
+        engine = (self.agent.identity.engine_id, 0)
+        self._link = (
+            link_to(*engine, config.secret) if self.is_direct else LocalClient(local_address(*engine), config.secret)
+        )
         self.count = 0
 
     def want(self, *items: WantedItem, wait_s: float = 30.0) -> dict[str, Pinned | Missing]:

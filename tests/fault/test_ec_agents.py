@@ -46,7 +46,11 @@ SETTINGS: dict[str, Any] = {
 IMPATIENT = {"read_deadline_s": 2.0, "quarantine_s": 3.0, "pin_lease_s": 20.0}
 LARGE = {"slab_bytes": 320 * MIB}
 TCP_ONLY = {"UCX_TLS": "tcp"}
-LANES = {"one machine": {}, "network": TCP_ONLY}
+LANES: dict[str, tuple[dict[str, str], bool]] = {
+    "one machine": ({}, True),
+    "one machine, agent apart": ({}, False),
+    "network": (TCP_ONLY, True),
+}
 
 
 @pytest.fixture
@@ -65,10 +69,15 @@ def start() -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture(params=LANES)
 def lane(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """How bytes travel: copied in place, or over TCP as on a network. UCX reads it when an agent is made."""
-    for name, value in LANES[request.param].items():
+    """How bytes travel: copied in place, or over TCP as on a network. UCX reads it when an agent is made.
+
+    And how the scheduler asks for them: as one in the agent's process, or as one apart.
+    """
+    environment, is_direct = LANES[request.param]
+    for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    return LANES[request.param]
+    monkeypatch.setattr(Consumer, "is_direct", is_direct)
+    return environment
 
 
 def reason(answer: Pinned | Missing) -> Reason:
