@@ -5,13 +5,14 @@ with the place announced beforehand as in the pipeline. Beside it, in the same r
 
     memcpy           copying the bytes inside one process
     nixl_read        a bare NIXL READ between the same two processes, without control messages or digest
-    ec_example_disk  what vLLM's ECExampleConnector does: save a safetensors file, load and copy it; on disk,
-    ec_example_shm   and in memory
+    ec_example_disk  vLLM's ECExampleConnector: it saves a safetensors file, loads and copies it; on disk,
+    ec_example_shm   and in memory; both with saving
     ec_cpu_1ms       the sessions of vLLM's ECCPUConnector, driven by an engine step of 1 ms,
     ec_cpu_10ms      and of 10 ms; without saving
 
 `ec_save` is what happens before: from the finished tensor to the announcement (copy, digest, lease). `ec_handover` is
-both together. `ec_pipelined` is one of 16 items that one request wishes for at once.
+both together, which is what to hold against the baselines that save. `ec_pipelined` is one of 16 items that one request
+wishes for at once.
 """
 
 from __future__ import annotations
@@ -28,17 +29,16 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-import torch
-from safetensors.torch import load_file, save_file
 
-from benchmarks.ec_agents import SIZES, WIDTH, Fetcher, produce, settings
-from benchmarks.ec_upstream import Sessions
+from benchmarks.ec_agents import SIZES, Fetcher, produce, settings
+from benchmarks.ec_upstream import Files, Sessions
 from benchmarks.records import Record, options, percentile, publish, ratio
 from ec_connector.transport.nixl import NixlAgent
 from ec_connector.transport.reads import HOST_DEVICE, ReadState, Region
 from serving.protocol import EncodingRef
 
 _STEPS_S = {"ec_cpu_1ms": 0.001, "ec_cpu_10ms": 0.010}
+_WITH_SAVING = ("ec_example_disk", "ec_example_shm")
 _WARM_UP = 3
 _POLL_S = 50e-6
 """As the agent does: NIXL has nothing to wait on."""
@@ -107,23 +107,6 @@ class Memcpy:
         return time.perf_counter() - started
 
 
-class ExampleConnector:
-    """One safetensors file an item, as ECExampleConnector writes and loads it; the copy touches every byte."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def __call__(self, name: str, size_bytes: int) -> float:
-        tensor = torch.ones(size_bytes // (2 * WIDTH), WIDTH, dtype=torch.bfloat16)
-        file = self._folder / "encoder_cache.safetensors"
-        started = time.perf_counter()
-        save_file({"ec_cache": tensor}, file)
-        load_file(file)["ec_cache"].clone()
-        elapsed = time.perf_counter() - started
-        file.unlink()
-        return elapsed
-
-
 class Contenders(msgspec.Struct, frozen=True):
     ours: Ours
     memcpy: Memcpy
@@ -148,7 +131,8 @@ def measure(repeats: int) -> list[Record]:
         memcpy, save = times["memcpy", size], times["save", size]
         handover = [sum(both) for both in zip(save, times["ours", size], strict=True)]
         records += _both(f"ec_save_{{}}_us/memcpy/{size}", save, memcpy)
-        records += _both(f"ec_handover_{{}}_us/memcpy/{size}", handover, memcpy)
+        for baseline in ("memcpy", *_WITH_SAVING):
+            records += _both(f"ec_handover_{{}}_us/{baseline}/{size}", handover, times[baseline, size])
     return records + pipelined
 
 
@@ -201,8 +185,8 @@ def _contenders() -> Iterator[Contenders]:
         try:
             others: dict[str, Timed] = {
                 "nixl_read": BareRead(msgspec.convert(region, Region), metadata),
-                "ec_example_disk": ExampleConnector(Path(disk)),
-                "ec_example_shm": ExampleConnector(Path(memory)),
+                "ec_example_disk": Files(Path(disk)),
+                "ec_example_shm": Files(Path(memory)),
                 **sessions,
             }
             yield Contenders(ours, Memcpy(), others)

@@ -1,29 +1,70 @@
-"""vLLM's ECCPUConnector, its NIXL path: both sessions, driven at the pace of an engine step.
+"""vLLM's own EC connectors, without engines.
 
-Its sessions advance only when the scheduler calls them, once a step, on both sides. Stood in for here: the engines'
-schedulers, which would call the same methods. Left out: saving into its region, and loading from it.
+`Files` is ECExampleConnector. `Sessions` is the NIXL path of ECCPUConnector: both sessions, which advance only when
+the scheduler calls them, once a step, on both sides. Stood in for here: the engines' schedulers, which would call the
+same methods. Left out: saving into its region, and loading from it.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import socket
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import torch
+from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
 from vllm.distributed.ec_transfer.ec_connector.cpu.control.zmq import ZmqClientTransport, ZmqServerTransport
 from vllm.distributed.ec_transfer.ec_connector.cpu.data.nixl import NixlDataTransport
 from vllm.distributed.ec_transfer.ec_connector.cpu.ec_shared_region import ECSharedRegion
 from vllm.distributed.ec_transfer.ec_connector.cpu.scheduler.embedding_cache import EmbeddingCache
 from vllm.distributed.ec_transfer.ec_connector.cpu.session import ConsumerSession, ProducerSession
+from vllm.distributed.ec_transfer.ec_connector.example_connector import (
+    ECExampleConnector,
+    ECExampleConnectorMetadata,
+    MMMeta,
+)
 
 _BLOCK_BYTES = 8 << 10
 _REGION_BYTES = 64 << 20
 _BLOCKS = _REGION_BYTES // _BLOCK_BYTES
 _TIMEOUT_S = 60.0
+
+
+class Files:
+    """One safetensors file an item, under `folder`, saved and loaded by the connector's own methods.
+
+    A loaded tensor is only a mapping of the file until it is read; the copy does what the engine's next step would.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        transfer = SimpleNamespace(
+            is_ec_producer=True, is_ec_consumer=True, get_from_extra_config=lambda name, default: str(folder)
+        )
+        self._connector = ECExampleConnector(
+            SimpleNamespace(ec_transfer_config=transfer, model_config=None), ECConnectorRole.WORKER
+        )
+
+    def __call__(self, name: str, size_bytes: int) -> float:
+        """Seconds from the finished tensor to a loaded copy."""
+        saved = {name: torch.ones(*_extent(size_bytes)[1], dtype=torch.bfloat16)}
+        loaded: dict[str, torch.Tensor] = {}
+        wish = ECExampleConnectorMetadata()
+        wish.add_mm_data(MMMeta.make_meta(name, saved[name].shape[0]))
+        started = time.perf_counter()
+        self._connector.save_caches(saved, name)
+        self._connector.bind_connector_metadata(wish)
+        self._connector.start_load_caches(loaded)
+        loaded[name].clone()
+        elapsed = time.perf_counter() - started
+        shutil.rmtree(self._folder / name)
+        return elapsed
 
 
 class Sessions:

@@ -295,7 +295,8 @@ class DirectLink:
     """A scheduler's link to the agent of its own process. Used by the scheduler's thread alone.
 
     A message wakes no other thread, unless that one has something to do for it: the woken thread would take
-    Python's lock just when the scheduler wants to go on. What can be put off is, until `receive` finds nothing.
+    Python's lock just when the scheduler wants to go on. What can be put off is, until the next
+    message or until `receive` finds nothing.
     """
 
     def __init__(self, agent: Agent) -> None:
@@ -303,6 +304,7 @@ class DirectLink:
         self._answers: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def send(self, payload: bytes) -> None:
+        self._agent.finish_directly()
         self._agent.take_directly(payload)
 
     def receive(self, timeout_s: float = 0.0) -> list[bytes]:

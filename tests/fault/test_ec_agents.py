@@ -97,7 +97,7 @@ def works(consumer: Consumer, ref: EncodingRef, seed: int) -> None:
 
 def test_a_read_unpins_at_the_producer(start: Callable[..., Any], lane: dict[str, str]) -> None:
     peer, consumer = start(Peer, SETTINGS, lane), start(Consumer, SETTINGS)
-    for seed, size in enumerate((16 << 10, 4 * MIB, 32 * MIB), start=1):
+    for seed, size in enumerate((32 * MIB, 4 * MIB, 16 << 10), start=1):
         works(consumer, peer.put(f"item-{seed}", seed, size), seed)
     deadline = time.monotonic() + 5
     while peer.stats()["open_leases"] and time.monotonic() < deadline:
