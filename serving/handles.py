@@ -39,9 +39,10 @@ _RETRY_AFTER_S = 1.0
 _RELEASE_TIMEOUT_S = 30.0
 """By then a lease has freed it, or soon will."""
 _HEALTH_TIMEOUT_S = 5.0
-_PREFILL_GRACE_S = 1.0
-"""A prompt whose engine step is over when its abort arrives keeps KV blocks that nobody knows, until their lease ends.
-Most prompts are done within this time, and can be returned; the few that are longer are aborted."""
+_GRACE_S = 1.0
+"""Of a call that is cancelled when its work is done, the answer is lost, and with it the names of what it holds: KV
+blocks and copies stay until their leases end. Most calls are done within this time, and are undone; the few that take
+longer are cancelled."""
 
 
 class StageHandle:
@@ -77,9 +78,9 @@ class StageHandle:
         *args: bytes | str,
         timeout_s: float | None,
         undo: Undo | None = None,
-        grace_s: float = 0.0,
     ) -> bytes:
-        """One call. If the caller is cancelled so is the call, after `grace_s`; `undo` gets the answer if one comes."""
+        """One call. If the caller is cancelled so is the call, at once or after a grace if there is an `undo`; that
+        gets the answer if one comes."""
         async with self._boundary(timeout_s):
             HOP_BYTES.labels(self._name).inc(sum(len(arg) for arg in args))
             response = handle.remote(*args)
@@ -89,14 +90,14 @@ class StageHandle:
                 if undo is None:
                     response.cancel()
                 else:
-                    self._abandoned.later(self._settle(response, undo, grace_s))
+                    self._abandoned.later(self._settle(response, undo))
                 raise
             return answer
 
-    async def _settle(self, response: DeploymentResponse, undo: Undo, grace_s: float) -> None:
-        """Cancel a call, and free what it leaves behind if it ends before the cancellation reaches it."""
+    async def _settle(self, response: DeploymentResponse, undo: Undo) -> None:
+        """Cancel a call that does not end within the grace, and free what it leaves behind if it does."""
         outcome = asyncio.ensure_future(_outcome(response))
-        await asyncio.wait({outcome}, timeout=grace_s)
+        await asyncio.wait({outcome}, timeout=_GRACE_S)
         response.cancel()
         async with self._boundary(_RELEASE_TIMEOUT_S):
             answer = await outcome
@@ -187,9 +188,7 @@ class PrefillHandle(StageHandle):
                 await self.release(list(result.refs.values()), request.affinity)
 
         handle = self._prefill.options(session_id=request.affinity)
-        answer = await self._call(
-            handle, encode(request), timeout_s=request.timeout_s, undo=undo, grace_s=_PREFILL_GRACE_S
-        )
+        answer = await self._call(handle, encode(request), timeout_s=request.timeout_s, undo=undo)
         return decode(PrefillResult, answer)
 
     async def release(self, refs: Sequence[EncodingRef], affinity: str) -> None:

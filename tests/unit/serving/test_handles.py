@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from ray.exceptions import RayActorError, TaskCancelledError
-from ray.serve.exceptions import BackPressureError
+from ray.serve.exceptions import BackPressureError, RequestCancelledError
 
 from serving.errors import DeadlineExceeded, Overloaded, StageUnavailable
 from serving.handles import EncodeHandle, PrefillHandle
@@ -20,7 +20,9 @@ from serving.protocol import (
     KVHandoff,
     PrefillRequest,
     PrefillResult,
+    ResolvedItem,
     ResolveRequest,
+    ResolveResult,
     encode,
 )
 from tests.fakes import ref_for
@@ -32,7 +34,7 @@ PREFILL = PrefillRequest("p", (1, 2), (), {}, b"")
 
 
 class Response:
-    """A call whose outcome a test sets; a cancellation reaches it unless it has ended."""
+    """A call whose outcome a test sets. As Serve's, it has no answer once it is cancelled, whatever the replica did."""
 
     def __init__(self) -> None:
         self.outcome: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -43,6 +45,8 @@ class Response:
 
     def cancel(self) -> None:
         self.cancelled = True
+        if not self.outcome.done():
+            self.outcome.set_exception(RequestCancelledError("1"))
 
 
 class Handle:
@@ -85,13 +89,16 @@ async def test_what_ray_raises_is_told_with_a_time_to_retry(raised: Exception, t
     assert error.value.retry_after_s
 
 
-async def test_a_deadline_cancels_the_call() -> None:
+async def test_a_call_that_outlives_its_deadline_is_cancelled_after_the_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serving.handles._GRACE_S", 0.01)
     handle = Handle()
     call = encode_request(request(), image("a", 2), timeout_s=0.01)
     with pytest.raises(DeadlineExceeded):
         await EncodeHandle(handle).encode(call)  # type: ignore[arg-type]
-    await asyncio.sleep(0.01)
-    assert (await handle.called("encode")).cancelled
+    response = await handle.called("encode")
+    assert not response.cancelled
+    with pytest.raises(RequestCancelledError):
+        await response
 
 
 async def test_an_encoding_that_was_cancelled_too_late_is_released() -> None:
@@ -100,9 +107,10 @@ async def test_an_encoding_that_was_cancelled_too_late_is_released() -> None:
     task = asyncio.ensure_future(EncodeHandle(handle).encode(call))  # type: ignore[arg-type]
     response = await handle.called("encode")
     task.cancel()
-    response.outcome.set_result(encode(EncodeResult(LEASED, ItemProvenance.ENCODED, {}, 0.0)))
     with pytest.raises(asyncio.CancelledError):
         await task
+    await asyncio.sleep(0.01)
+    response.outcome.set_result(encode(EncodeResult(LEASED, ItemProvenance.ENCODED, {}, 0.0)))
     (await handle.called("release")).outcome.set_result(None)
     assert handle.calls["release"][0][0] == (LEASED.lease,)
 
@@ -125,6 +133,20 @@ async def test_a_prefill_that_was_cancelled_too_late_is_returned() -> None:
 
 
 async def test_a_resolve_that_was_cancelled_too_late_is_released() -> None:
+    """Its answer is still under way when the caller leaves."""
+    handle = Handle()
+    task = asyncio.ensure_future(PrefillHandle(handle, _never).resolve(ResolveRequest(("a",))))  # type: ignore[arg-type]
+    response = await handle.called("resolve")
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await asyncio.sleep(0.01)
+    response.outcome.set_result(encode(ResolveResult((ResolvedItem("a", {}, False, LEASED),))))
+    (await handle.called("release")).outcome.set_result(None)
+    assert handle.calls["release"][0][0] == (LEASED.lease,)
+
+
+async def test_a_resolve_that_failed_after_its_caller_had_left_releases_nothing() -> None:
     handle = Handle()
     task = asyncio.ensure_future(PrefillHandle(handle, _never).resolve(ResolveRequest(("a",))))  # type: ignore[arg-type]
     response = await handle.called("resolve")
