@@ -84,24 +84,23 @@ class StageHandle:
         async with self._boundary(timeout_s):
             HOP_BYTES.labels(self._name).inc(sum(len(arg) for arg in args))
             response = handle.remote(*args)
+            outcome = asyncio.ensure_future(_outcome(response))
             try:
-                answer: bytes = await response
+                # Shielded: while Serve looks for a replica, a cancelled wait is a cancelled call.
+                return await asyncio.shield(outcome)
             except asyncio.CancelledError:
-                if undo is None:
-                    response.cancel()
-                else:
-                    self._abandoned.later(self._settle(response, undo))
+                self._abandoned.later(self._settle(response, outcome, undo))
                 raise
-            return answer
 
-    async def _settle(self, response: DeploymentResponse, undo: Undo) -> None:
+    async def _settle(self, response: DeploymentResponse, outcome: asyncio.Future[bytes], undo: Undo | None) -> None:
         """Cancel a call that does not end within the grace, and free what it leaves behind if it does."""
-        outcome = asyncio.ensure_future(_outcome(response))
-        await asyncio.wait({outcome}, timeout=_GRACE_S)
+        if undo is not None:
+            await asyncio.wait({outcome}, timeout=_GRACE_S)
         response.cancel()
         async with self._boundary(_RELEASE_TIMEOUT_S):
             answer = await outcome
-        await undo(answer)
+        if undo is not None:
+            await undo(answer)
 
     def _tell(self, handle: DeploymentHandle, *args: bytes | str) -> None:
         """A call that frees something, which nobody waits for: it may stand in the queue behind much work."""

@@ -34,14 +34,17 @@ PREFILL = PrefillRequest("p", (1, 2), (), {}, b"")
 
 
 class Response:
-    """A call whose outcome a test sets. As Serve's, it has no answer once it is cancelled, whatever the replica did."""
+    """A call whose outcome a test sets. As Serve's, it has no answer once it, or a wait for it, is cancelled.
+
+    Whatever the replica did by then.
+    """
 
     def __init__(self) -> None:
         self.outcome: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.cancelled = False
 
     def __await__(self) -> Generator[Any, None, Any]:
-        return asyncio.shield(self.outcome).__await__()
+        return self.outcome.__await__()
 
     def cancel(self) -> None:
         self.cancelled = True
