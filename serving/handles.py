@@ -11,8 +11,11 @@ import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from contextvars import Context
+from dataclasses import replace
 
 from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
+from ray.serve.context import _get_serve_request_context, _serve_request_context
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
@@ -83,7 +86,7 @@ class StageHandle:
         gets the answer if one comes."""
         async with self._boundary(timeout_s):
             HOP_BYTES.labels(self._name).inc(sum(len(arg) for arg in args))
-            response = handle.remote(*args)
+            response = handle.remote(*args) if undo is None else _on_its_own(handle, *args)
             outcome = asyncio.ensure_future(_outcome(response))
             try:
                 # Shielded: while Serve looks for a replica, a cancelled wait is a cancelled call.
@@ -241,6 +244,22 @@ class DecodeHandle(StageHandle):
 
     async def reject(self, request_id: str, handoff: KVHandoff) -> None:
         self._tell(self._reject, request_id, encode(handoff))
+
+
+def _on_its_own(handle: DeploymentHandle, *args: bytes | str) -> DeploymentResponse:
+    """A call that goes on when the request that it is made for is cancelled.
+
+    Ray would cancel it with the task that it is called from, and Serve while it still looks for a replica, though the
+    replica may be at work or done; the answer that says what to undo would be lost. Both know the caller by its
+    context alone. Of that only what names the request in logs is kept.
+    """
+    request = replace(_get_serve_request_context(), _internal_request_id="")
+
+    def call() -> DeploymentResponse:
+        _serve_request_context.set(request)
+        return handle.remote(*args)
+
+    return Context().run(call)
 
 
 async def _outcome(response: DeploymentResponse) -> bytes:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Generator
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
 from ray.exceptions import RayActorError, TaskCancelledError
+from ray.serve.context import _get_serve_request_context, _RequestContext, _serve_request_context
 from ray.serve.exceptions import BackPressureError, RequestCancelledError
 
 from serving.errors import DeadlineExceeded, Overloaded, StageUnavailable
@@ -159,6 +161,27 @@ async def test_a_resolve_that_failed_after_its_caller_had_left_releases_nothing(
         await task
     await asyncio.sleep(0.01)
     assert "release" not in handle.calls
+
+
+async def test_a_call_that_can_be_undone_is_not_known_as_its_callers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray and Serve cancel what a request has called with the request; they find it by the context of the call."""
+    of_caller: ContextVar[str] = ContextVar("of_caller", default="")
+    seen: list[tuple[str, str, str]] = []
+    remote = Handle.remote
+
+    def observed(self: Handle, *args: Any) -> Response:
+        context = _get_serve_request_context()
+        seen.append((of_caller.get(), context.request_id, context._internal_request_id))
+        return remote(self, *args)
+
+    monkeypatch.setattr(Handle, "remote", observed)
+    handle = Handle()
+    of_caller.set("task")
+    _serve_request_context.set(_RequestContext(request_id="r", _internal_request_id="internal"))
+    task = asyncio.ensure_future(PrefillHandle(handle, _never).resolve(ResolveRequest(("a",))))  # type: ignore[arg-type]
+    (await handle.called("resolve")).outcome.set_result(encode(ResolveResult(())))
+    await task
+    assert seen == [("", "r", "")]
 
 
 async def test_a_resolve_ends_with_the_requests_deadline() -> None:
