@@ -294,9 +294,9 @@ class Agent:
 class DirectLink:
     """A scheduler's link to the agent of its own process. Used by the scheduler's thread alone.
 
-    A message wakes no other thread, unless that one has something to do for it: the woken thread would take
-    Python's lock just when the scheduler wants to go on. What can be put off is, until the next
-    message or until `receive` finds nothing.
+    A message wakes no other thread, unless that one has something to do for it: the woken thread would take Python's
+    lock just when the scheduler wants to go on. What can be put off is, until the next message or until `receive`
+    finds nothing.
     """
 
     def __init__(self, agent: Agent) -> None:

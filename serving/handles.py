@@ -82,8 +82,11 @@ class StageHandle:
         timeout_s: float | None,
         undo: Undo | None = None,
     ) -> bytes:
-        """One call. If the caller is cancelled so is the call, at once or after a grace if there is an `undo`; that
-        gets the answer if one comes."""
+        """One call. If the caller is cancelled so is the call.
+
+        Args:
+            undo: Gets the answer instead of a caller that was cancelled, if one comes within the grace.
+        """
         async with self._boundary(timeout_s):
             HOP_BYTES.labels(self._name).inc(sum(len(arg) for arg in args))
             response = handle.remote(*args) if undo is None else _on_its_own(handle, *args)
