@@ -22,10 +22,17 @@ DEADLINE_S = 3.0
 SEATS = 4
 TEXT = {"type": "token", "prompt_token_ids": [1, 2, 3]}
 SETTINGS = {"control_host": "127.0.0.1", "secret_hex": "5e" * 32, "slab_bytes": 16 << 20}
-COMPATIBILITY = compatibility_hash(model=resolve(f"builtin:{MODEL}"), revision=None, dtype="bfloat16")
 _names = count()
 _used = [0.0]
 """Share of KV blocks in use, as the consumer's scheduler last said."""
+
+
+def compatibility(model: str) -> str:
+    """What an encoder's announcement says of the built-in model that made it."""
+    return compatibility_hash(model=resolve(f"builtin:{model}"), revision=None, dtype="bfloat16")
+
+
+COMPATIBILITY = compatibility(MODEL)
 
 
 def recorder(config: Any, index: int = 0) -> Any:
@@ -47,16 +54,17 @@ def recorder(config: Any, index: int = 0) -> Any:
 class Fleet:
     """The engines, the true encoding of one picture and the tokens that it must lead to."""
 
-    def __init__(self, pair: Pair) -> None:
+    def __init__(self, pair: Pair, compatibility: str) -> None:
         self.pair = pair
+        self.compatibility = compatibility
         self.rows = torch.empty(0)
         self.expected: tuple[int, ...] = ()
 
     @classmethod
-    async def start(cls, **overrides: Any) -> Fleet:
+    async def start(cls, model: str = MODEL, **overrides: Any) -> Fleet:
         """An engine that reads, and encodes where it is sent tensors."""
         reader = engine(
-            MODEL,
+            model,
             "ec_both",
             {"read_deadline_s": DEADLINE_S, "busy_wait_s": 60.0},
             stat_loggers=[recorder],
@@ -64,7 +72,7 @@ class Fleet:
             max_num_batched_tokens=64,
             **overrides,
         )
-        fleet = cls(Pair(MODEL, (56, 56), reader, reader, reader))
+        fleet = cls(Pair(model, (56, 56), reader, reader, reader), compatibility(model))
         await fleet._prepare()
         return fleet
 
@@ -73,7 +81,7 @@ class Fleet:
         self.expected = tokens(output)
         announced = output.ec_transfer_params[COLOUR]
         assert announced["source"] == "encoded"
-        reader = Consumer(SETTINGS, COMPATIBILITY)
+        reader = Consumer(SETTINGS, self.compatibility)
         answer = await asyncio.to_thread(reader.fetch, msgspec.convert(fields(announced["ref"]), EncodingRef))
         assert isinstance(answer, Pinned), answer
         self.rows = reader.bytes_of(COLOUR).clone()
