@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -22,6 +22,7 @@ from serving.metrics import PipelineMetrics
 from serving.progress import with_pixels
 from serving.protocol import (
     EncodeResult,
+    EncodingRef,
     Feature,
     ItemProvenance,
     PrefillResult,
@@ -155,9 +156,11 @@ class Prompting:
             for name, item in held.items()
             if item.ref is not None and item.metadata is not None
         }
+        bare = {name: item.ref for name, item in held.items() if item.ref is not None and item.metadata is None}
         try:
             if admitted.unresolved:
                 admitted = self.judge(request, held)
+            await self._release_at_prefill(request, [ref for name, ref in bare.items() if name not in admitted.refs])
             while True:
                 started_at = self._clock()
                 await self._encode_all(request, admitted.features, encodings, trace, deadline)
@@ -182,7 +185,7 @@ class Prompting:
                     encodings = self._after_loss(error, request, encodings)
                     attempts.again(error)
         except BaseException:
-            await self._let_go(request, encodings)
+            await self._let_go(request, encodings, bare.values())
             raise
         for feature in features:
             self._at_prefill.add(feature.identifier)
@@ -211,20 +214,27 @@ class Prompting:
             raise error
         return {name: encoding for name, encoding in encodings.items() if name not in lost}
 
-    async def _let_go(self, request: PipelineRequest, encodings: Mapping[str, Encoding]) -> None:
+    async def _let_go(
+        self, request: PipelineRequest, encodings: Mapping[str, Encoding], bare: Iterable[EncodingRef]
+    ) -> None:
         """Drop the pins of encodings that prefill did not read.
+
+        Args:
+            bare: Pins at prefill of items whose metadata it does not have.
 
         An engine that ran the request has dropped them itself; doing it twice does nothing. Shielded: the caller
         is often being cancelled. After a loss it is left to the leases: what died cannot be told.
         """
         of_prefill = [e.ref for e in encodings.values() if e.provenance is ItemProvenance.PREFILL_SLAB]
         of_encoder = [e.ref for e in encodings.values() if e.provenance is not ItemProvenance.PREFILL_SLAB]
-        releases = []
-        if of_prefill:
-            releases.append(forgiving(self._prefiller.release(of_prefill, affinity(request))))
+        releases = [self._release_at_prefill(request, [*of_prefill, *bare])]
         if of_encoder:
             releases.append(forgiving(self._encoder.release(of_encoder)))
         await asyncio.shield(asyncio.gather(*releases))
+
+    async def _release_at_prefill(self, request: PipelineRequest, refs: Sequence[EncodingRef]) -> None:
+        if refs:
+            await forgiving(self._prefiller.release(refs, affinity(request)))
 
     async def _resolve(
         self, request: PipelineRequest, admitted: Admission, deadline: float | None

@@ -76,7 +76,7 @@ class FakePrefiller:
         self.first: DecodeChunk | None = None
         self.requests: list[PrefillRequest] = []
         self.resolves: list[ResolveRequest] = []
-        self.slab: dict[str, dict[str, object]] = {}
+        self.slab: dict[str, dict[str, object] | None] = {}
         self.released: list[str] = []
         self.failures: list[TriptychError] = []
         self.resolve_failures: list[TriptychError] = []

@@ -80,7 +80,9 @@ class Stages:
         if self._refuse is not None:
             raise self._refuse
         bare = [f.identifier for f in request.features if f.payload is None and f.identifier not in request.refs]
-        return Admitted(request.features, dict(request.refs), tuple(bare) if held is None else ())
+        own = {name: held[name].ref for name in bare if held is not None and name in held}
+        refs = dict(request.refs) | {name: ref for name, ref in own.items() if ref is not None}
+        return Admitted(request.features, refs, tuple(bare) if held is None else ())
 
     async def run(self, request: PipelineRequest) -> tuple[Report, Sequence[DecodeChunk]]:
         report: Report | None = None

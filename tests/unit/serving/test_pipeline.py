@@ -252,6 +252,29 @@ async def test_a_refused_prefill_lets_go_of_the_encodings() -> None:
     assert sorted(stages.encoder.released) == ["a", "b"]
 
 
+async def test_a_copy_at_prefill_without_metadata_is_let_go_when_tensors_are_sent() -> None:
+    stages = Stages()
+    await stages.run(request(image("a", 2)))
+    stages.prefiller.slab["a"] = None
+    await stages.run(request(image("a", 2)))
+    assert stages.prefiller.released == ["a"]
+    assert stages.encoder.released == []
+    assert len(stages.encoder.requests) == 2
+
+
+async def test_a_copy_at_prefill_without_metadata_is_let_go_when_prefill_refuses() -> None:
+    stages = Stages()
+    stages.prefiller.slab["a"] = None
+    bare = request(image("a", 2, payload=None))
+    await stages.run(bare)
+    assert stages.prefiller.released == []
+    stages.prefiller.slab["a"] = None
+    stages.prefiller.failures = [InvalidFeature("bad")]
+    with pytest.raises(InvalidFeature):
+        await stages.run(bare)
+    assert stages.prefiller.released == ["a"]
+
+
 async def test_a_hand_off_that_is_not_read_lets_go_of_prefills_encodings() -> None:
     stages = Stages()
     stages.decoder.failures = [InvalidFeature("bad")]
