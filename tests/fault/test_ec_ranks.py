@@ -16,13 +16,15 @@ pytestmark = [pytest.mark.fault, pytest.mark.ec, pytest.mark.engine, pytest.mark
 
 RANKS = 2
 MODEL = "tiny-qwen2-vl"
-"""vLLM does not split its three vision heads over two ranks, but runs them on both; tiny-llava's it refuses."""
+"""Its three vision heads cannot be split over two ranks, but run on both; vLLM does not offer that for tiny-llava."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def fleet() -> AsyncIterator[Fleet]:
     with quiet():
-        fleet = await Fleet.start(MODEL, tensor_parallel_size=RANKS, distributed_executor_backend="mp")
+        fleet = await Fleet.start(
+            MODEL, tensor_parallel_size=RANKS, mm_encoder_tp_mode="data", distributed_executor_backend="mp"
+        )
         yield fleet
         fleet.pair.close()
 
