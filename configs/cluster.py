@@ -8,7 +8,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from configs.base import ConfigError, Frozen, Seconds
+from configs.base import ConfigError, Frozen, Seconds, SizeBytes
 
 __all__ = ["ClusterConfig", "EncodingTransferConfig", "MediaConfig"]
 
@@ -114,6 +114,13 @@ class ClusterConfig(Frozen):
     )
     clock_skew_s: Annotated[float, Field(ge=0)] = Field(
         1.0, description="Largest difference between the clocks of two nodes; references expire this much early."
+    )
+    max_grpc_bytes: SizeBytes = Field(
+        1 << 20,
+        validate_default=True,
+        description="Largest message from the ingress to a stage that goes over gRPC, on a port of the system's choice "
+        "at each replica. Larger ones go through Ray's object store, which takes them faster and small ones slower. "
+        "0 sends all through Ray, where a firewall closes such ports.",
     )
     encoding_transfer: EncodingTransferConfig = Field(
         EncodingTransferConfig(), description="Time limits of the encoder-cache transfer."

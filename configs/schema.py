@@ -122,6 +122,8 @@ def replica_environment(config: PipelineConfig) -> dict[str, str]:
         # Serve's threads of its own cost a tenth of a request's CPU time. Nothing here blocks a replica's loop.
         "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
         "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+        # Answers have no limit of their own; one with every prompt token's logprobs has megabytes.
+        "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(1 << 30),
     }
     if config.tracing.otlp_endpoint is not None:
         environment["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] = config.tracing.protocol

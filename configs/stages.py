@@ -224,5 +224,6 @@ class DecodeConfig(StageConfig):
     stream_interval_s: Annotated[float, Field(ge=0)] = Field(
         0.05,
         description="Tokens of one answer that come faster than this are sent on together: each hop costs CPU time a "
-        "message, and 50 ms is what Ray Serve LLM waits too. The first and the last token wait for nothing. 0 sends every engine step's output by itself.",
+        "message, and 50 ms is what Ray Serve LLM waits too. The first and the last token wait for nothing. 0 sends "
+        "every engine step's output by itself.",
     )

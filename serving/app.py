@@ -181,9 +181,10 @@ def _make_pipeline(
         )
 
     tracer = spans_to(config.tracing.otlp_endpoint, config.tracing.protocol).get_tracer("triptych")
-    encoder = EncodeHandle(stages[Role.ENCODE])
-    decoder = DecodeHandle(stages[Role.DECODE], model.decode.max_queued_requests)
-    prefiller = PrefillHandle(stages[Role.PREFILL], decoder.reject)
+    max_grpc_bytes = config.cluster.max_grpc_bytes
+    encoder = EncodeHandle(stages[Role.ENCODE], max_grpc_bytes)
+    decoder = DecodeHandle(stages[Role.DECODE], max_grpc_bytes, model.decode.max_queued_requests)
+    prefiller = PrefillHandle(stages[Role.PREFILL], max_grpc_bytes, decoder.reject)
     pipeline = Pipeline(
         encoder,
         prefiller,

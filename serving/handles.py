@@ -1,7 +1,9 @@
 """The stages as the pipeline sees them, over Ray Serve deployment handles.
 
-The one place where Ray's errors become ours, where a cancelled caller cancels the call, and where messages are
-turned into the bytes that cross a hop.
+The one place where Ray's errors become ours, where a cancelled caller cancels the call, where messages are turned into
+the bytes that cross a hop, and where it is decided how they cross: small ones over the gRPC connection that Serve has
+to each replica, which takes half the CPU time of a call between Ray's actors, large ones as such a call, through Ray's
+object store.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from contextlib import asynccontextmanager
 from contextvars import Context
 from dataclasses import replace
 
+import grpc
 from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
 from ray.serve.context import _get_serve_request_context, _serve_request_context
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
@@ -54,11 +57,13 @@ class StageHandle:
     Args:
         name: The stage, for messages and metrics.
         handle: Its deployment.
+        max_grpc_bytes: Largest message that goes over gRPC.
     """
 
-    def __init__(self, name: str, handle: DeploymentHandle) -> None:
+    def __init__(self, name: str, handle: DeploymentHandle, max_grpc_bytes: int) -> None:
         self._name = name
-        self._check = handle.options(method_name="check_health")
+        self._handle = handle.options(request_serialization="pickle", response_serialization="pickle")
+        self._max_grpc_bytes = max_grpc_bytes
         self._answered_at = -math.inf
         self._abandoned = Abandoned()
 
@@ -71,24 +76,26 @@ class StageHandle:
         if time.monotonic() - self._answered_at < _HEALTH_TIMEOUT_S:
             return
         try:
-            await self._call(self._check, timeout_s=_HEALTH_TIMEOUT_S)
+            await self._call("check_health", timeout_s=_HEALTH_TIMEOUT_S)
         except DeadlineExceeded as error:
             raise StageUnavailable(f"no replica of {self._name} answers", retry_after_s=_RETRY_AFTER_S) from error
 
     async def _call(
         self,
-        handle: DeploymentHandle,
+        method: str,
         *args: bytes | str,
         timeout_s: float | None,
+        session_id: str = "",
         undo: Undo | None = None,
     ) -> bytes:
         """One call. If the caller is cancelled so is the call.
 
         Args:
+            session_id: What the stage's router chooses a replica by.
             undo: Gets the answer instead of a caller that was cancelled, if one comes within the grace.
         """
         async with self._boundary(timeout_s):
-            HOP_BYTES.labels(self._name).inc(sum(len(arg) for arg in args))
+            handle = self._to(method, args, session_id=session_id)
             response = handle.remote(*args) if undo is None else _on_its_own(handle, *args)
             outcome = asyncio.ensure_future(_outcome(response))
             try:
@@ -97,6 +104,16 @@ class StageHandle:
             except asyncio.CancelledError:
                 self._abandoned.later(self._settle(response, outcome, undo))
                 raise
+
+    def _to(
+        self, method: str, args: Sequence[bytes | str], *, session_id: str = "", stream: bool = False
+    ) -> DeploymentHandle:
+        """The handle for one message."""
+        size = sum(len(arg) for arg in args)
+        HOP_BYTES.labels(self._name).inc(size)
+        return self._handle.options(
+            method_name=method, session_id=session_id, stream=stream, _by_reference=size > self._max_grpc_bytes
+        )
 
     async def _settle(self, response: DeploymentResponse, outcome: asyncio.Future[bytes], undo: Undo | None) -> None:
         """Cancel a call that does not end within the grace, and free what it leaves behind if it does."""
@@ -108,17 +125,21 @@ class StageHandle:
         if undo is not None:
             await undo(answer)
 
-    def _tell(self, handle: DeploymentHandle, *args: bytes | str) -> None:
+    def _tell(self, method: str, *args: bytes | str, session_id: str = "") -> None:
         """A call that frees something, which nobody waits for: it may stand in the queue behind much work."""
 
         async def call() -> None:
-            await self._call(handle, *args, timeout_s=_RELEASE_TIMEOUT_S)
+            await self._call(method, *args, session_id=session_id, timeout_s=_RELEASE_TIMEOUT_S)
 
         self._abandoned.later(call())
 
     @asynccontextmanager
     async def _boundary(self, timeout_s: float | None) -> AsyncIterator[None]:
-        """Turn what Ray raises into what a client can be told."""
+        """Turn what Ray and a replica raise into what a client can be told.
+
+        A replica's own error comes as itself over gRPC, inside a `RayTaskError` otherwise. So may a cancellation: one
+        that is not of this task is a replica's that stops.
+        """
         stage = self._name
         try:
             async with asyncio.timeout(timeout_s):
@@ -132,17 +153,24 @@ class StageHandle:
             raise StageUnavailable(f"a replica of {stage} is gone", retry_after_s=_RETRY_AFTER_S) from error
         except (TaskCancelledError, RequestCancelledError) as error:
             raise StageUnavailable(f"{stage} dropped the request", retry_after_s=_RETRY_AFTER_S) from error
-        except RayTaskError as error:
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise StageUnavailable(f"{stage} dropped the request", retry_after_s=_RETRY_AFTER_S) from error
+        except grpc.aio.AioRpcError as error:
+            raise StageUnavailable(f"{stage}'s connection broke", retry_after_s=_RETRY_AFTER_S) from error
+        except TriptychError:
+            raise
+        except Exception as error:  # whatever a replica may raise
             raise _cause(error, stage) from error
 
 
 class EncodeHandle(StageHandle):
     """The encode stage."""
 
-    def __init__(self, handle: DeploymentHandle) -> None:
-        super().__init__("encode", handle)
-        self._encode = handle.options(method_name="encode")
-        self._release = handle.options(method_name="release")
+    def __init__(self, handle: DeploymentHandle, max_grpc_bytes: int) -> None:
+        super().__init__("encode", handle, max_grpc_bytes)
 
     async def encode(self, request: EncodeRequest) -> EncodeResult:
         async def undo(answer: bytes) -> None:
@@ -150,14 +178,15 @@ class EncodeHandle(StageHandle):
             if ref is not None:
                 await self.release([ref])
 
-        handle = self._encode.options(session_id=request.feature.identifier)
-        answer = await self._call(handle, encode(request), timeout_s=request.timeout_s, undo=undo)
+        answer = await self._call(
+            "encode", encode(request), session_id=request.feature.identifier, timeout_s=request.timeout_s, undo=undo
+        )
         return decode(EncodeResult, answer)
 
     async def release(self, refs: Sequence[EncodingRef]) -> None:
         """Each goes where its item's encode calls go, which is nearly always the replica that announced it."""
         for ref in refs:
-            self._tell(self._release.options(session_id=ref.identifier), ref.lease)
+            self._tell("release", ref.lease, session_id=ref.identifier)
 
 
 class PrefillHandle(StageHandle):
@@ -165,15 +194,18 @@ class PrefillHandle(StageHandle):
 
     Args:
         handle: Its deployment.
+        max_grpc_bytes: Largest message that goes over gRPC.
         reject: Returns a hand-off that nobody will read; decode's engines do that.
     """
 
-    def __init__(self, handle: DeploymentHandle, reject: Callable[[str, KVHandoff], Awaitable[None]]) -> None:
-        super().__init__("prefill", handle)
+    def __init__(
+        self,
+        handle: DeploymentHandle,
+        max_grpc_bytes: int,
+        reject: Callable[[str, KVHandoff], Awaitable[None]],
+    ) -> None:
+        super().__init__("prefill", handle, max_grpc_bytes)
         self._reject = reject
-        self._resolve = handle.options(method_name="resolve")
-        self._prefill = handle.options(method_name="prefill")
-        self._release = handle.options(method_name="release")
 
     async def resolve(self, request: ResolveRequest) -> ResolveResult:
         async def undo(answer: bytes) -> None:
@@ -181,8 +213,9 @@ class PrefillHandle(StageHandle):
             if refs:
                 await self.release(refs, request.affinity)
 
-        handle = self._resolve.options(session_id=request.affinity)
-        answer = await self._call(handle, encode(request), timeout_s=request.timeout_s, undo=undo)
+        answer = await self._call(
+            "resolve", encode(request), session_id=request.affinity, timeout_s=request.timeout_s, undo=undo
+        )
         return decode(ResolveResult, answer)
 
     async def prefill(self, request: PrefillRequest) -> PrefillResult:
@@ -192,12 +225,13 @@ class PrefillHandle(StageHandle):
             if result.refs:
                 await self.release(list(result.refs.values()), request.affinity)
 
-        handle = self._prefill.options(session_id=request.affinity)
-        answer = await self._call(handle, encode(request), timeout_s=request.timeout_s, undo=undo)
+        answer = await self._call(
+            "prefill", encode(request), session_id=request.affinity, timeout_s=request.timeout_s, undo=undo
+        )
         return decode(PrefillResult, answer)
 
     async def release(self, refs: Sequence[EncodingRef], affinity: str) -> None:
-        self._tell(self._release.options(session_id=affinity), *(ref.lease for ref in refs))
+        self._tell("release", *(ref.lease for ref in refs), session_id=affinity)
 
 
 class DecodeHandle(StageHandle):
@@ -205,15 +239,14 @@ class DecodeHandle(StageHandle):
 
     Args:
         handle: Its deployment.
+        max_grpc_bytes: Largest message that goes over gRPC.
         max_queued: Calls of this process that Serve lets wait for a replica; one more is refused.
     """
 
-    def __init__(self, handle: DeploymentHandle, max_queued: int) -> None:
-        super().__init__("decode", handle)
+    def __init__(self, handle: DeploymentHandle, max_grpc_bytes: int, max_queued: int) -> None:
+        super().__init__("decode", handle, max_grpc_bytes)
         self._pressed_from = max_queued / 2
         self._waiting = 0
-        self._decode = handle.options(method_name="decode", stream=True)
-        self._reject = handle.options(method_name="reject")
 
     @property
     def is_pressed(self) -> bool:
@@ -222,9 +255,8 @@ class DecodeHandle(StageHandle):
 
     async def decode(self, request: DecodeRequest) -> AsyncGenerator[DecodeChunk, None]:
         deadline = None if request.timeout_s is None else time.monotonic() + request.timeout_s
-        data_out = encode(request)
-        HOP_BYTES.labels("decode").inc(len(data_out))
-        stream = self._decode.remote(data_out)
+        message = encode(request)
+        stream = self._to("decode", [message], stream=True).remote(message)
         self._waiting += 1
         waits, finished = True, False
         try:
@@ -246,7 +278,7 @@ class DecodeHandle(StageHandle):
                 stream.cancel()
 
     async def reject(self, request_id: str, handoff: KVHandoff) -> None:
-        self._tell(self._reject, request_id, encode(handoff))
+        self._tell("reject", request_id, encode(handoff))
 
 
 def _on_its_own(handle: DeploymentHandle, *args: bytes | str) -> DeploymentResponse:
@@ -270,9 +302,9 @@ async def _outcome(response: DeploymentResponse) -> bytes:
     return answer
 
 
-def _cause(error: RayTaskError, stage: str) -> TriptychError:
+def _cause(error: Exception, stage: str) -> TriptychError:
     """The error that the replica raised, or a fault that names its type and nothing of the request."""
-    cause = error.cause
+    cause = error.cause if isinstance(error, RayTaskError) else error
     if isinstance(cause, TriptychError):
         return cause
     return EngineFault(f"{stage} failed with {type(cause).__name__}")

@@ -9,11 +9,13 @@ from contextvars import ContextVar
 from typing import Any
 
 import pytest
+from grpc import StatusCode
+from grpc.aio import AioRpcError, Metadata
 from ray.exceptions import RayActorError, TaskCancelledError
 from ray.serve.context import _get_serve_request_context, _RequestContext, _serve_request_context
 from ray.serve.exceptions import BackPressureError, RequestCancelledError
 
-from serving.errors import DeadlineExceeded, Overloaded, StageUnavailable
+from serving.errors import DeadlineExceeded, EngineFault, InvalidFeature, Overloaded, StageUnavailable
 from serving.handles import EncodeHandle, PrefillHandle
 from serving.messages import encode_request
 from serving.protocol import (
@@ -32,6 +34,7 @@ from tests.unit.serving.pipeline_fakes import image, request
 
 LEASED = ref_for("a")
 HANDOFF = KVHandoff({"number": 1}, 30.0)
+MOST = 1 << 20
 PREFILL = PrefillRequest("p", (1, 2), (), {}, b"")
 
 
@@ -57,16 +60,28 @@ class Response:
 class Handle:
     """Keeps the calls of every method."""
 
-    def __init__(self, of: Handle | None = None, method: str = "") -> None:
+    def __init__(self, of: Handle | None = None, method: str = "", by_reference: bool = True) -> None:
         self.calls: dict[str, list[tuple[tuple[Any, ...], Response]]] = {} if of is None else of.calls
+        self.references: list[bool] = [] if of is None else of.references
+        self._by_reference = by_reference
         self._came: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event) if of is None else of._came
         self._method = method
 
-    def options(self, *, method_name: str = "", session_id: str = "", stream: bool = False) -> Handle:
-        return Handle(self, method_name or self._method)
+    def options(
+        self,
+        *,
+        method_name: str = "",
+        session_id: str = "",
+        stream: bool = False,
+        _by_reference: bool = True,
+        request_serialization: str = "",
+        response_serialization: str = "",
+    ) -> Handle:
+        return Handle(self, method_name or self._method, _by_reference)
 
     def remote(self, *args: Any) -> Response:
         response = Response()
+        self.references.append(self._by_reference)
         self.calls.setdefault(self._method, []).append((args, response))
         self._came[self._method].set()
         return response
@@ -82,16 +97,44 @@ class Handle:
         (BackPressureError(1, 1), Overloaded),
         (RayActorError(), StageUnavailable),
         (TaskCancelledError(), StageUnavailable),
+        (AioRpcError(StatusCode.INTERNAL, Metadata(), Metadata()), StageUnavailable),
+        (asyncio.CancelledError(), StageUnavailable),
     ],
 )
 async def test_what_ray_raises_is_told_with_a_time_to_retry(raised: Exception, told: type[Exception]) -> None:
     handle = Handle()
     call = encode_request(request(), image("a", 2), timeout_s=None)
-    task = asyncio.ensure_future(EncodeHandle(handle).encode(call))  # type: ignore[arg-type]
+    task = asyncio.ensure_future(EncodeHandle(handle, MOST).encode(call))  # type: ignore[arg-type]
     (await handle.called("encode")).outcome.set_exception(raised)
     with pytest.raises(told) as error:
         await task
     assert error.value.retry_after_s
+
+
+@pytest.mark.parametrize(
+    ("raised", "told"),
+    [(InvalidFeature("bad"), InvalidFeature), (RuntimeError("secret"), EngineFault)],
+)
+async def test_what_a_replica_raises_is_told_as_it_is_or_by_its_type(raised: Exception, told: type[Exception]) -> None:
+    handle = Handle()
+    call = encode_request(request(), image("a", 2), timeout_s=None)
+    task = asyncio.ensure_future(EncodeHandle(handle, MOST).encode(call))  # type: ignore[arg-type]
+    (await handle.called("encode")).outcome.set_exception(raised)
+    with pytest.raises(told) as error:
+        await task
+    assert "secret" not in str(error.value)
+
+
+async def test_large_messages_go_through_the_object_store() -> None:
+    call = encode_request(request(), image("a", 2), timeout_s=None)
+    size = len(encode(call))
+    for most, by_reference in ((size, False), (size - 1, True)):
+        handle = Handle()
+        task = asyncio.ensure_future(EncodeHandle(handle, most).encode(call))  # type: ignore[arg-type]
+        (await handle.called("encode")).outcome.set_exception(InvalidFeature("bad"))
+        with pytest.raises(InvalidFeature):
+            await task
+        assert handle.references == [by_reference]
 
 
 async def test_a_call_that_outlives_its_deadline_is_cancelled_after_the_grace(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +142,7 @@ async def test_a_call_that_outlives_its_deadline_is_cancelled_after_the_grace(mo
     handle = Handle()
     call = encode_request(request(), image("a", 2), timeout_s=0.01)
     with pytest.raises(DeadlineExceeded):
-        await EncodeHandle(handle).encode(call)  # type: ignore[arg-type]
+        await EncodeHandle(handle, MOST).encode(call)  # type: ignore[arg-type]
     response = await handle.called("encode")
     assert not response.cancelled
     with pytest.raises(RequestCancelledError):
@@ -109,7 +152,7 @@ async def test_a_call_that_outlives_its_deadline_is_cancelled_after_the_grace(mo
 async def test_an_encoding_that_was_cancelled_too_late_is_released() -> None:
     handle = Handle()
     call = encode_request(request(), image("a", 2), timeout_s=None)
-    task = asyncio.ensure_future(EncodeHandle(handle).encode(call))  # type: ignore[arg-type]
+    task = asyncio.ensure_future(EncodeHandle(handle, MOST).encode(call))  # type: ignore[arg-type]
     response = await handle.called("encode")
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -127,7 +170,7 @@ async def test_a_prefill_that_was_cancelled_too_late_is_returned() -> None:
     async def reject(request_id: str, handoff: KVHandoff) -> None:
         returned.append(handoff)
 
-    task = asyncio.ensure_future(PrefillHandle(handle, reject).prefill(PREFILL))  # type: ignore[arg-type]
+    task = asyncio.ensure_future(PrefillHandle(handle, MOST, reject).prefill(PREFILL))  # type: ignore[arg-type]
     response = await handle.called("prefill")
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -140,7 +183,7 @@ async def test_a_prefill_that_was_cancelled_too_late_is_returned() -> None:
 async def test_a_resolve_that_was_cancelled_too_late_is_released() -> None:
     """Its answer is still under way when the caller leaves."""
     handle = Handle()
-    task = asyncio.ensure_future(PrefillHandle(handle, _never).resolve(ResolveRequest(("a",))))  # type: ignore[arg-type]
+    task = asyncio.ensure_future(PrefillHandle(handle, MOST, _never).resolve(ResolveRequest(("a",))))  # type: ignore[arg-type]
     response = await handle.called("resolve")
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -153,7 +196,7 @@ async def test_a_resolve_that_was_cancelled_too_late_is_released() -> None:
 
 async def test_a_resolve_that_failed_after_its_caller_had_left_releases_nothing() -> None:
     handle = Handle()
-    task = asyncio.ensure_future(PrefillHandle(handle, _never).resolve(ResolveRequest(("a",))))  # type: ignore[arg-type]
+    task = asyncio.ensure_future(PrefillHandle(handle, MOST, _never).resolve(ResolveRequest(("a",))))  # type: ignore[arg-type]
     response = await handle.called("resolve")
     task.cancel()
     response.outcome.set_exception(TaskCancelledError())
@@ -178,7 +221,7 @@ async def test_a_call_that_can_be_undone_is_not_known_as_its_callers(monkeypatch
     handle = Handle()
     of_caller.set("task")
     _serve_request_context.set(_RequestContext(request_id="r", _internal_request_id="internal"))
-    task = asyncio.ensure_future(PrefillHandle(handle, _never).resolve(ResolveRequest(("a",))))  # type: ignore[arg-type]
+    task = asyncio.ensure_future(PrefillHandle(handle, MOST, _never).resolve(ResolveRequest(("a",))))  # type: ignore[arg-type]
     (await handle.called("resolve")).outcome.set_result(encode(ResolveResult(())))
     await task
     assert seen == [("", "r", "")]
@@ -187,19 +230,19 @@ async def test_a_call_that_can_be_undone_is_not_known_as_its_callers(monkeypatch
 async def test_a_resolve_ends_with_the_requests_deadline() -> None:
     request = ResolveRequest(("a",), timeout_s=0.01)
     with pytest.raises(DeadlineExceeded):
-        await PrefillHandle(Handle(), _never).resolve(request)  # type: ignore[arg-type]
+        await PrefillHandle(Handle(), MOST, _never).resolve(request)  # type: ignore[arg-type]
 
 
 async def test_nobody_waits_for_what_frees() -> None:
     handle = Handle()
-    await EncodeHandle(handle).release([LEASED, LEASED])  # type: ignore[arg-type]
+    await EncodeHandle(handle, MOST).release([LEASED, LEASED])  # type: ignore[arg-type]
     (await handle.called("release")).outcome.set_exception(BackPressureError(1, 1))
     assert len(handle.calls["release"]) == 2
 
 
 async def test_a_busy_stage_is_healthy_without_being_asked() -> None:
     handle = Handle()
-    stage = EncodeHandle(handle)  # type: ignore[arg-type]
+    stage = EncodeHandle(handle, MOST)  # type: ignore[arg-type]
     task = asyncio.ensure_future(stage.check_health())
     (await handle.called("check_health")).outcome.set_result(None)
     await task
