@@ -7,8 +7,11 @@ up the whole time and take turns cell by cell, in changing order, so that what e
 
 A cell is named by pictures a request, share of repeated pictures, concurrency and tokens of the answer. Metrics are
 `serve/WHAT/BASELINE/CELL`: the pipeline's value beside the baseline's, and the difference in ms beside each ratio of
-latencies. `serve/ttft_p50_ms/repeat0/...` compares the pipeline with itself without repeated pictures. The targets come
-last, met or not. With `--json FILE` and matplotlib installed, a plot is written beside FILE.
+latencies. `serve/ttft_p50_ms/repeat0/...` compares the pipeline with itself without repeated pictures.
+
+Then comes what the load left behind: resident memory of each of the pipeline's replicas and engines beside its value
+after warm-up, CPU time at rest, and processes that outlived the pipeline. The targets come last, met or not. With
+`--json FILE` and matplotlib installed, a plot is written beside FILE.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ from benchmarks.comparison import Cell, Measured, Table, Target, records, verdic
 from benchmarks.contenders import Contender, all_contenders
 from benchmarks.load import Client
 from benchmarks.plot import write_plot
-from benchmarks.records import options, publish
+from benchmarks.records import Record, options, publish
+from benchmarks.rest import cpu_at_rest, memory, memory_records
 from configs.schema import load
 
 _LOAD = Cell(images=1, repeated=0.0, concurrency=8, requests=48)
@@ -43,7 +47,8 @@ def cells(*, quick: bool) -> list[Cell]:
     return [*pictures, *(Cell(0, 0.0, concurrency, requests) for concurrency, requests in number.items()), _ALONE]
 
 
-def measure(*, quick: bool) -> Table:
+def measure(*, quick: bool) -> tuple[Table, list[Record]]:
+    """The cells, and what the pipeline holds and costs after them."""
     config_file = Path(configs.__path__[0]) / "pipeline.yaml"
     model = load(config_file).models[0]
     client = Client(model.served_name, model.checkpoint)
@@ -51,6 +56,8 @@ def measure(*, quick: bool) -> Table:
     with all_contenders(config_file) as contenders:
         for contender in contenders:
             _warm_up(client, contender)
+        ours = contenders[0]
+        warm = memory(ours.pids())
         for number, cell in enumerate(cells(quick=quick)):
             samples = client.samples(cell, seed=1 + number)
             row = table.setdefault(cell, {contender.name: Measured() for contender in contenders})
@@ -59,7 +66,10 @@ def measure(*, quick: bool) -> Table:
                 outcome = client.run(contender.url, samples, cell.concurrency)
                 row[contender.name].add(outcome, contender.cpu_seconds() - cpu_s, before, contender.hop_bytes())
             print(_line(cell, row), flush=True)
-    return table
+        used = cpu_at_rest(ours.pids, seconds=4.0 if quick else 10.0)
+        left = [Record(f"serve/idle_cpu/{kind}", cores, "cores") for kind, cores in used.items()]
+        left += memory_records(warm, memory(ours.pids()))
+    return table, [*left, Record("serve/orphans", len(ours.pids()), "processes")]
 
 
 def _warm_up(client: Client, contender: Contender) -> None:
@@ -87,14 +97,15 @@ TARGETS = (
 
 def main() -> None:
     chosen = options(__doc__)
-    table = measure(quick=chosen.quick)
-    found = records(table)
+    table, left = measure(quick=chosen.quick)
+    found = [*records(table), *left]
     publish(found, chosen.json)
     if chosen.json is not None:
         write_plot(
             {cell.name: {name: one.values() for name, one in row.items()} for cell, row in table.items()}, chosen.json
         )
-    print("\n".join(verdicts(found, TARGETS)), flush=True)
+    resident = [Target(record.metric, 1.1) for record in left if record.ratio is not None]
+    print("\n".join(verdicts(found, [*TARGETS, *resident])), flush=True)
 
 
 if __name__ == "__main__":
