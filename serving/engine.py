@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import tempfile
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -38,6 +40,7 @@ from serving.errors import (
 )
 from serving.ports import ReservedPorts
 from serving.protocol import EncodingRef, Logprobs, TokenLogprob
+from serving.socket_folder import SocketFolder
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +48,8 @@ _CONNECTOR_MODULE = "ec_connector.connector"
 _CONNECTOR = "TriptychECConnector"
 _WORKER_EXTENSION = "ec_connector.worker.WorkerExtension"
 _BUSY_RETRY_AFTER_S = 1.0
+_SOCKETS = Path(os.environ.get("VLLM_RPC_BASE_PATH", tempfile.gettempdir()))
+"""Where vLLM would put its sockets; each engine gets a folder of its own there."""
 
 
 class Role(StrEnum):
@@ -104,6 +109,8 @@ class Engine:
         control_port, side_channel_port = self._ports.numbers
         os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = settings.host
         os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(side_channel_port)
+        self._sockets = SocketFolder(_SOCKETS)
+        os.environ["VLLM_RPC_BASE_PATH"] = str(self._sockets.path)
         self._llm = AsyncLLM.from_engine_args(
             _engine_args(settings, control_port), stat_loggers=list(settings.stat_loggers)
         )
@@ -219,6 +226,7 @@ class Engine:
     def close(self) -> None:
         self._llm.shutdown()
         self._ports.close()
+        self._sockets.close()
 
     async def _rpc(self, method: str, *args: Any) -> Any:
         try:
