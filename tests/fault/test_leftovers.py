@@ -1,4 +1,4 @@
-"""What processes that are killed with SIGKILL leave behind on their machine: nothing, once others have replaced them."""
+"""What processes that are killed leave behind on their machine: nothing, once others have replaced them."""
 
 from __future__ import annotations
 
