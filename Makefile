@@ -16,8 +16,7 @@ PYTEST := $(BIN)/python -m pytest
 # Ray starts workers at nice 15, where engines lose against anything else that runs on the machine.
 export RAY_worker_niceness := 0
 export RAY_USAGE_STATS_ENABLED := 0
-# Serve's HTTP proxy: routing in its own loop and answers over gRPC, as the replicas do. Half the CPU time a request.
-export RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP := 0
+# Serve's HTTP proxy gets answers over gRPC, as the ingress does: half the CPU time a request.
 export RAY_SERVE_PROXY_USE_GRPC := 1
 export RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH := 1073741824
 # Keeps the ports of a local Ray on loopback; the name tells on which systems that is Ray's default.

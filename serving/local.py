@@ -120,7 +120,6 @@ class LocalPipeline:
             "RAY_raylet_start_wait_time_s": "40",  # how soon `ray start` notices that its node did not come up
             "RAY_USAGE_STATS_ENABLED": "0",
             # Of Serve's HTTP proxy; the replicas are told by the application.
-            "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
             "RAY_SERVE_PROXY_USE_GRPC": "1",
             "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(1 << 30),
             # A token of its own: Ray otherwise takes one that some other Ray may have left in the home directory.
