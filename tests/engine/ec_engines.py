@@ -107,9 +107,10 @@ class Pair:
         return dict(output.ec_transfer_params[colour])
 
     async def failure(self) -> dict[str, Any]:
-        """Why the last request at the consumer failed."""
+        """Why the last request at the consumer failed; every rank says the same."""
         request_id = f"request-{self.count}"
-        [found] = await self.consumer.collective_rpc("ec_failures", args=([request_id],))
+        found, *others = await self.consumer.collective_rpc("ec_failures", args=([request_id],))
+        assert all(other == found for other in others)
         return dict(found[request_id])
 
     async def stats(self, engine: Any) -> dict[str, Any]:
