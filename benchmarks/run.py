@@ -14,7 +14,18 @@ import msgspec
 
 from benchmarks.records import Record, options
 
-NAMES = ("admission", "ec_transfer", "ec_transport", "ec_soak", "first_token", "hostile", "idle", "pipeline", "serve")
+NAMES = (
+    "admission",
+    "ec_engines",
+    "ec_transfer",
+    "ec_transport",
+    "ec_soak",
+    "first_token",
+    "hostile",
+    "idle",
+    "pipeline",
+    "serve",
+)
 
 
 def main() -> int:
