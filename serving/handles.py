@@ -160,6 +160,8 @@ class StageHandle:
             raise StageUnavailable(f"{stage} dropped the request", retry_after_s=_RETRY_AFTER_S) from error
         except grpc.aio.AioRpcError as error:
             raise StageUnavailable(f"{stage}'s connection broke", retry_after_s=_RETRY_AFTER_S) from error
+        except RayTaskError as error:  # first: it also passes for an instance of its cause's class
+            raise _cause(error.cause, stage) from error
         except TriptychError:
             raise
         except Exception as error:  # whatever a replica may raise
@@ -302,9 +304,8 @@ async def _outcome(response: DeploymentResponse) -> bytes:
     return answer
 
 
-def _cause(error: Exception, stage: str) -> TriptychError:
+def _cause(cause: Exception, stage: str) -> TriptychError:
     """The error that the replica raised, or a fault that names its type and nothing of the request."""
-    cause = error.cause if isinstance(error, RayTaskError) else error
     if isinstance(cause, TriptychError):
         return cause
     return EngineFault(f"{stage} failed with {type(cause).__name__}")

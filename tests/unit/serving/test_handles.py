@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from grpc import StatusCode
 from grpc.aio import AioRpcError, Metadata
-from ray.exceptions import RayActorError, TaskCancelledError
+from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
 from ray.serve.context import _get_serve_request_context, _RequestContext, _serve_request_context
 from ray.serve.exceptions import BackPressureError, RequestCancelledError
 
@@ -113,7 +113,12 @@ async def test_what_ray_raises_is_told_with_a_time_to_retry(raised: Exception, t
 
 @pytest.mark.parametrize(
     ("raised", "told"),
-    [(InvalidFeature("bad"), InvalidFeature), (RuntimeError("secret"), EngineFault)],
+    [
+        (InvalidFeature("bad"), InvalidFeature),
+        (RuntimeError("secret"), EngineFault),
+        (RayTaskError("encode", "secret", InvalidFeature("bad")).as_instanceof_cause(), InvalidFeature),
+        (RayTaskError("encode", "secret", RuntimeError("secret")).as_instanceof_cause(), EngineFault),
+    ],
 )
 async def test_what_a_replica_raises_is_told_as_it_is_or_by_its_type(raised: Exception, told: type[Exception]) -> None:
     handle = Handle()
