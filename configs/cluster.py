@@ -116,7 +116,7 @@ class ClusterConfig(Frozen):
         1.0, description="Largest difference between the clocks of two nodes; references expire this much early."
     )
     max_grpc_bytes: SizeBytes = Field(
-        1 << 20,
+        512 << 10,
         validate_default=True,
         description="Largest message from the ingress to a stage that goes over gRPC, on a port of the system's choice "
         "at each replica. Larger ones go through Ray's object store, which takes them faster and small ones slower. "

@@ -55,7 +55,9 @@ def build(args: Mapping[str, Any]) -> serve.Application:
     environment = replica_environment(config)
     handles = {model.served_name: _stages(model, config, secret, environment) for model in config.models}
     ingress = serve.deployment(serve.ingress()(Ingress)).options(
-        name="ingress", **_options(config.ingress, config.ingress.serve_options(), environment)
+        name="ingress",
+        request_router_config=_affinity(),
+        **_options(config.ingress, config.ingress.serve_options(), environment),
     )
     bound: serve.Application = ingress.bind(
         [_front_model(model, config) for model in config.models],
@@ -90,12 +92,16 @@ def _deployment(
         # More would wait inside the engine, where neither other replicas nor the bounded queue could take them.
         options["max_ongoing_requests"] = min(stage.max_ongoing_requests, stage.max_num_seqs)
     else:
-        options["request_router_config"] = RequestRouterConfig(
-            request_router_class=BoundedAffinityRouter,
-            request_router_kwargs={"num_fallback_replicas": _FALLBACK_REPLICAS},
-        )
+        options["request_router_config"] = _affinity()
     deployment: serve.Deployment = serve.deployment(server).options(name=f"{model.served_name}-{role}", **options)
     return deployment
+
+
+def _affinity() -> RequestRouterConfig:
+    return RequestRouterConfig(
+        request_router_class=BoundedAffinityRouter,
+        request_router_kwargs={"num_fallback_replicas": _FALLBACK_REPLICAS},
+    )
 
 
 def _options(deployment: DeploymentConfig, options: dict[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:

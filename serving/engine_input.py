@@ -7,6 +7,7 @@ admission, digests and receiver caches can read it without torch.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ from vllm.multimodal.inputs import (
 from vllm.sampling_params import SamplingParams
 from vllm.v1.serial_utils import CUSTOM_TYPE_RAW_VIEW, MsgpackDecoder, MsgpackEncoder
 
-from serving.errors import InvalidFeature, InvalidRequest, Unsupported
+from serving.errors import InvalidFeature, InvalidRequest, MultiModalCacheMiss, Unsupported
 from serving.protocol import Feature, Metadata, Placeholder, TensorInfo, Tensors
 from serving.traits import ModelTraits
 
@@ -47,6 +48,21 @@ MALFORMED = (
     ValueError,
 )
 """What vLLM's decoder raises on bytes that it did not write; it validates nothing by itself."""
+
+_NOT_HELD = re.compile(r"Cache miss for (\w+) at index (\d+) but data is not provided")
+"""How vLLM says that an item came by its uuid alone and is not in its cache of processed media."""
+
+
+def cache_miss(error: Exception) -> MultiModalCacheMiss | None:
+    """vLLM's error over an item that this process does not hold, as one of ours; None for any other error."""
+    found = _NOT_HELD.search(str(error))
+    if found is None:
+        return None
+    return MultiModalCacheMiss(
+        f"{found[1]} {found[2]} came by its uuid alone and is not held here: send its data. Where several ingress "
+        "replicas serve, the x-session-id header keeps a client's requests at one of them",
+        param="messages",
+    )
 
 
 def no_declared_fields(modality: str) -> Collection[str]:

@@ -16,7 +16,7 @@ from vllm.entrypoints.serve.exception_handling.handlers.validation import valida
 
 from serving.dispatch import ServedModel
 from serving.engine_client import TASKS, TOKEN_IN_ROUTE, Generator, PipelineClient
-from serving.engine_input import MALFORMED
+from serving.engine_input import MALFORMED, cache_miss
 from serving.errors import ECReferenceRequired, InvalidFeature, InvalidRequest, TriptychError
 from serving.gate import Gate, error_response
 from serving.generate_api import GenerateService, generate_router
@@ -102,6 +102,9 @@ async def _malformed(request: Request, error: Exception) -> Response:
         return await _our_error(
             request, InvalidFeature("a feature's data does not decode", param="features.kwargs_data")
         )
+    miss = cache_miss(error)
+    if miss is not None:
+        return await _our_error(request, miss)
     answer: Response = await exception_handler(request, error)
     return answer
 

@@ -20,7 +20,7 @@ from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
 from vllm.renderers.online_renderer import OnlineRenderer
 
-from serving.engine_input import MALFORMED
+from serving.engine_input import MALFORMED, cache_miss
 from serving.errors import InvalidFeature, InvalidRequest, Unsupported
 from serving.generate_types import GenerateRequest
 
@@ -100,7 +100,7 @@ async def _blaming(field: str) -> AsyncIterator[None]:
     try:
         yield
     except (VLLMClientError, ValidationError, TemplateError, ValueError, TypeError, KeyError, OSError) as error:
-        raise InvalidRequest(f"{field}: {_sentence(error)}", param=field) from error
+        raise cache_miss(error) or InvalidRequest(f"{field}: {_sentence(error)}", param=field) from error
     except NotImplementedError as error:
         raise Unsupported(f"{field}: {_sentence(error)}", param=field) from error
 

@@ -1,8 +1,9 @@
-"""Which replica of a stage gets a call, as Ray Serve request routers.
+"""Which replica of a deployment gets a call, as Ray Serve request routers.
 
 Encode calls go by the item's identifier, prefill calls by the request's first item or first tokens, so that a repeat
 meets the replica whose caches hold it. Decode keeps nothing worth returning to and uses Serve's own router, by load.
-The key is the handle's `session_id`.
+At the ingress it is the client's choice: requests with one `x-session-id` header meet one replica, which knows the
+names that the client has given its items. The key is the handle's `session_id`.
 """
 
 from __future__ import annotations

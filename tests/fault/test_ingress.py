@@ -35,17 +35,26 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Application]:
         yield running
 
 
-def test_a_picture_that_one_was_sent_is_known_to_both_by_its_name(two: Application) -> None:
+def test_a_name_means_the_same_in_one_session_and_is_a_typed_miss_elsewhere(two: Application) -> None:
     before = _answered(two)
     picture = pictures.shape(pictures.HELD_OUT + time.time_ns() % 1_000_000)
-    image = {
+    whole = {
         "type": "image_url",
         "image_url": {"url": f"data:image/png;base64,{encoded(picture.image)}"},
         "uuid": "one",
     }
-    expected = _chat(two, picture.question, image)
-    answers = [_chat(two, picture.question, image | {"image_url": None}) for _ in range(_CALLS)]
-    assert answers == [expected] * _CALLS
+    bare = whole | {"image_url": None}
+    session = {"x-session-id": "a session"}
+    expected = _chat(two, picture.question, whole, session)
+    assert expected.status_code == 200, expected.text
+    for answer in [_chat(two, picture.question, bare, session) for _ in range(_CALLS)]:
+        assert _text(answer) == _text(expected)
+    answers = [_chat(two, picture.question, bare, {}) for _ in range(_CALLS)]
+    missed = [answer.json()["error"] for answer in answers if answer.status_code != 200]
+    assert {answer.status_code for answer in answers} == {200, 400}
+    assert all(error["type"] == "multimodal_cache_miss" and error["retryable"] for error in missed)
+    assert {_text(answer) for answer in answers if answer.status_code == 200} == {_text(expected)}
+    assert all(_text(_chat(two, picture.question, whole, {})) == _text(expected) for _ in range(_CALLS))
     after = _answered(two)
     assert len(after) == REPLICAS
     assert all(after[replica] > before.get(replica, 0) for replica in after)
@@ -73,17 +82,20 @@ def test_one_that_dies_takes_only_its_own_requests_along(two: Application) -> No
         assert 0 < len(served) < len(answers)
         assert all(answer["token_ids"] == expected["token_ids"] for answer in served)
         _await(lambda: not stats.held())
-    _await(lambda: set(two.pipeline.states().values()) <= {"RUNNING", f"RUNNING {REPLICAS}/{REPLICAS}"})
-    assert len(_ingresses(two)) == REPLICAS
+    whole = {"RUNNING", f"RUNNING {REPLICAS}/{REPLICAS}"}
+    _await(lambda: len(_ingresses(two)) == REPLICAS and set(two.pipeline.states().values()) <= whole)
     assert two.generate(**body)["token_ids"] == expected["token_ids"]
 
 
-def _chat(app: Application, question: str, image: dict[str, Any]) -> str:
+def _chat(app: Application, question: str, image: dict[str, Any], headers: dict[str, str]) -> httpx.Response:
     content = [image, {"type": "text", "text": question}]
     body = {"model": MODEL, "temperature": 0, "max_tokens": 16, "messages": [{"role": "user", "content": content}]}
-    response = app.client.post("/v1/chat/completions", json=body)
-    assert response.status_code == 200, response.text
-    text: str = response.json()["choices"][0]["message"]["content"]
+    return app.client.post("/v1/chat/completions", json=body, headers=headers)
+
+
+def _text(answer: httpx.Response) -> str:
+    assert answer.status_code == 200, answer.text
+    text: str = answer.json()["choices"][0]["message"]["content"]
     return text
 
 

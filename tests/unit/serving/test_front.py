@@ -142,6 +142,19 @@ async def test_the_same_picture_has_the_same_name_on_every_route(
 
 
 @BOTH
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/generate"])
+async def test_a_picture_by_its_name_alone_that_nobody_sent_is_a_miss(
+    http: httpx.AsyncClient, path: str, stream: bool
+) -> None:
+    content = [{"type": "image_url", "image_url": None, "uuid": "cat"}, {"type": "text", "text": "what?"}]
+    said = {"model": MODEL, "messages": [{"role": "user", "content": content}], "stream": stream}
+    response = await http.post(path, json=said)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["type"], error["retryable"], error["param"]) == ("multimodal_cache_miss", True, "messages")
+
+
+@BOTH
 async def test_one_refused_prompt_of_several_refuses_all(
     http: httpx.AsyncClient, pipeline: FakePipeline, stream: bool
 ) -> None:
