@@ -73,9 +73,10 @@ def measure(*, quick: bool) -> tuple[Table, list[Record]]:
 
 
 def _warm_up(client: Client, contender: Contender) -> None:
-    """Show a contender the pictures that will come again, and make its engines compile what they compile."""
+    """Show a contender the pictures that will come again, and let it meet the largest batches and fill its caches."""
     client.run(contender.url, client.pool(), concurrency=1)
     client.run(contender.url, client.samples(replace(_LOAD, requests=16), seed=0), concurrency=8)
+    client.run(contender.url, client.samples(replace(_LOAD, images=4, requests=64), seed=0), concurrency=16)
 
 
 def _line(cell: Cell, row: Mapping[str, Measured]) -> str:

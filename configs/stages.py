@@ -109,6 +109,12 @@ class IngressConfig(DeploymentConfig):
     request_timeout_s: Seconds | None = Field(
         600.0, description="Deadline of one request over all stages, then 504. `null`: unlimited."
     )
+    media_cache_bytes: Annotated[SizeBytes, Field(ge=1 << 20)] = Field(
+        1 << 30,
+        validate_default=True,
+        description="Rendered media that each ingress replica keeps for each model, so that a repeated picture is "
+        "rendered once and may come by its uuid alone.",
+    )
 
 
 class StageConfig(DeploymentConfig):

@@ -126,6 +126,7 @@ def _front_model(model: ModelConfig, config: PipelineConfig) -> FrontModel:
         tool_call_parser=model.tool_call_parser,
         reasoning_parser=model.reasoning_parser,
         allowed_media_domains=config.media.allowed_domains,
+        media_cache_bytes=config.ingress.media_cache_bytes,
     )
 
 

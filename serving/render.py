@@ -33,8 +33,7 @@ class FrontModel(msgspec.Struct, frozen=True, kw_only=True):
         trust_request_mm_kwargs: Whether requests may say how their media are processed.
         trust_request_chat_template: Whether requests may bring a chat template.
         tool_call_parser: Also lets the model decide to call tools.
-        mm_processor_cache_gb: Memory for processed media in this process, so that a repeated image is rendered
-            once.
+        media_cache_bytes: Memory for processed media in this process, so that a repeated image is rendered once.
     """
 
     name: str
@@ -53,7 +52,7 @@ class FrontModel(msgspec.Struct, frozen=True, kw_only=True):
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
     allowed_media_domains: tuple[str, ...] = ()
-    mm_processor_cache_gb: float = 1.0
+    media_cache_bytes: int = 1 << 30
 
 
 class ModelFront:
@@ -110,7 +109,7 @@ def _arguments(model: FrontModel) -> Namespace:
         "tokenizer": model.tokenizer,
         "max-model-len": model.max_model_len,
         "limit-mm-per-prompt": json.dumps(model.limit_mm_per_prompt) if model.limit_mm_per_prompt else None,
-        "mm-processor-cache-gb": model.mm_processor_cache_gb,
+        "mm-processor-cache-gb": model.media_cache_bytes / 2**30,
         "chat-template": model.chat_template,
         "tool-call-parser": model.tool_call_parser,
         "reasoning-parser": model.reasoning_parser,
