@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.parity.media import QUESTION, image, user, video
+from tests.parity.media import QUESTION, film, image, user, video
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 24}
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 7, "max_tokens": 16}
@@ -63,6 +63,7 @@ CASES: dict[str, dict[str, Any]] = {
         **GREEDY,
     },
     "video": {"messages": user(video(1), QUESTION), **GREEDY},
+    "video_mp4": {"messages": user(film(7), QUESTION), **GREEDY},
     "video_and_image": {"messages": user(video(2), image(12), QUESTION), **GREEDY},
     "image_named": {"messages": user({**image(13), "uuid": "a-picture"}, QUESTION), **GREEDY},
     "image_smaller": {

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import base64
 import io
+import tempfile
+from pathlib import Path
 from typing import Any
+
+import cv2
+import numpy as np
+from PIL.Image import Image
 
 from models import pictures
 from tests.pipeline.cases import picture
@@ -24,11 +30,30 @@ def image_url(number: int) -> str:
 def video(number: int, frames: int = 4) -> dict[str, Any]:
     """A video whose every frame shows other tiles, as the list of JPEGs that vLLM's clients may send."""
     encoded = []
-    for frame in range(frames):
+    for frame in _frames(number, frames):
         buffer = io.BytesIO()
-        pictures.tiles(pictures.HELD_OUT + 5000 + 100 * number + frame, layout=(2, 2)).image.save(buffer, "JPEG")
+        frame.save(buffer, "JPEG")
         encoded.append(base64.b64encode(buffer.getvalue()).decode())
     return {"type": "video_url", "video_url": {"url": f"data:video/jpeg;base64,{','.join(encoded)}"}}
+
+
+def film(number: int, frames: int = 8) -> dict[str, Any]:
+    """The same as an MP4 file of two frames a second."""
+    pixels = [np.asarray(frame.convert("RGB"))[:, :, ::-1] for frame in _frames(number, frames)]
+    with tempfile.NamedTemporaryFile(suffix=".mp4") as file:
+        height, width, _ = pixels[0].shape
+        writer = cv2.VideoWriter(file.name, cv2.VideoWriter.fourcc(*"mp4v"), 2.0, (width, height))
+        assert writer.isOpened()
+        for frame in pixels:
+            writer.write(np.ascontiguousarray(frame))
+        writer.release()
+        encoded = base64.b64encode(Path(file.name).read_bytes()).decode()
+    return {"type": "video_url", "video_url": {"url": f"data:video/mp4;base64,{encoded}"}}
+
+
+def _frames(number: int, count: int) -> list[Image]:
+    first = pictures.HELD_OUT + 5000 + 100 * number
+    return [pictures.tiles(first + frame, layout=(2, 2)).image for frame in range(count)]
 
 
 def text(words: str) -> dict[str, Any]:
