@@ -38,7 +38,12 @@ _SIDE_PX = 224
 _SIZE = "16KiB"
 """Of one encoding: the built-in models' largest picture has 64 rows of 128 bfloat16 numbers."""
 _WARM_UP = 3
-_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # as in the stages: the worker runs in its engine's process
+}
 
 
 class Watch(WorkerExtension):
