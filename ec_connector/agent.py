@@ -49,6 +49,11 @@ _MOVING_SLEEP_S = 50e-6
 _STOP_WAIT_S = 30.0
 _DIRECT_BYTES = 4 << 20
 """Reads of up to as many bytes begin on the scheduler's thread: they take about as long as a step of a small engine."""
+_PATIENCE_S = 500e-6
+_PATIENCE_BYTES_PER_S = 2e9
+"""How long the scheduler's thread sees reads through that it has begun: so long, and as long again as the bytes take at
+half the pace of memory. The request would wait for the next step otherwise: a millisecond where nothing else runs, and
+where something does as long as that takes."""
 
 Result = TypeVar("Result")
 
@@ -185,13 +190,20 @@ class Agent:
         try:
             now = time.monotonic()
             self._take_inbox(now)
-            if self._core.waiting and self._core.unread_bytes <= self._direct_bytes:
+            unread_bytes = self._core.unread_bytes
+            if self._core.waiting and unread_bytes <= self._direct_bytes:
                 self._tell_scheduler(self._core.advance(now))
+                self._see_through(now + _PATIENCE_S + unread_bytes / _PATIENCE_BYTES_PER_S)
             has_work = self._has_work(now)
         finally:
             self._state.release()
         if has_work:
             self._hub.wake()
+
+    def _see_through(self, deadline: float) -> None:
+        """Look at reads under way until they have ended, or until the deadline."""
+        while self._core.fetches.moving and (now := time.monotonic()) < deadline:
+            self._tell_scheduler(self._core.advance(now))
 
     def finish_directly(self) -> None:
         """Have done what was put off while the scheduler waited for its answer."""

@@ -115,6 +115,7 @@ class Gate:
         if unasked:
             tracked.asked.update(unasked)
             self.tell(Want(request_id, tuple(unasked.values())))
+            self._drain()  # an agent of this process has answered what it could
         return all(
             identifier in tracked.absent or len(tracked.pinned.get(identifier, ())) == len(self._links)
             for identifier in tracked.needed

@@ -14,9 +14,21 @@ import torch
 from ec_connector.agent import Agent, DirectLink, link_to
 from ec_connector.config import parse_config
 from ec_connector.pool import Spec
-from ec_connector.protocol import Announce, Announced, Missing, Pinned, Reason, ToScheduler, Want, WantedItem, encode
+from ec_connector.protocol import (
+    Announce,
+    Announced,
+    Missing,
+    Pinned,
+    Reason,
+    Source,
+    ToScheduler,
+    Want,
+    WantedItem,
+    encode,
+)
 from ec_connector.slab import Slab
 from ec_connector.transport.local import LocalClient
+from serving.protocol import EncodingRef
 
 MIB = 1 << 20
 SPEC = Spec("a", 64 * 64 * 2, (64, 64), "bfloat16")
@@ -24,12 +36,25 @@ SPEC = Spec("a", 64 * 64 * 2, (64, 64), "bfloat16")
 
 @pytest.fixture
 def agent() -> Iterator[Agent]:
-    config = parse_config({"control_host": "127.0.0.1", "slab_bytes": 4 * MIB, "busy_wait_s": 0.05})
-    slab = Slab(config.slab_bytes, torch.device("cpu"))
-    started = Agent(config, slab, engine_id=uuid.uuid4().hex, rank=0, ranks=1, compatibility="model", dtype="bfloat16")
-    started.start()
+    started = new_agent()
     yield started
     started.stop()
+
+
+@pytest.fixture
+def peer() -> Iterator[Agent]:
+    """An agent to read from."""
+    started = new_agent()
+    yield started
+    started.stop()
+
+
+def new_agent() -> Agent:
+    config = parse_config({"control_host": "127.0.0.1", "slab_bytes": 4 * MIB, "busy_wait_s": 0.05})
+    slab = Slab(config.slab_bytes, torch.device("cpu"))
+    agent = Agent(config, slab, engine_id=uuid.uuid4().hex, rank=0, ranks=1, compatibility="model", dtype="bfloat16")
+    agent.start()
+    return agent
 
 
 @pytest.fixture
@@ -41,6 +66,17 @@ def link(agent: Agent) -> DirectLink:
 
 def answers(link: DirectLink, wait_s: float = 0.0) -> list[ToScheduler]:
     return [msgspec.msgpack.decode(payload, type=ToScheduler) for payload in link.receive(wait_s)]
+
+
+def announced(peer: Agent, identifier: str) -> EncodingRef:
+    """A reference to an item that `peer` has just saved."""
+    extent = peer.call(lambda core, _: core.reserve(msgspec.structs.replace(SPEC, identifier=identifier)))
+    assert extent is not None
+    digest = peer._slab.write(extent.offset, torch.ones(64, 64, dtype=torch.bfloat16))
+    peer.tell(lambda core, _: core.saved(extent, None, digest))
+    found = peer.tell(lambda core, now: core.announce(now, [identifier]))[identifier]
+    assert found is not None
+    return msgspec.convert({name: value for name, value in found.items() if name != "metadata"}, EncodingRef)
 
 
 def save(agent: Agent) -> None:
@@ -58,6 +94,20 @@ def test_what_needs_no_other_thread_is_answered_before_send_returns(agent: Agent
     (announced,) = answers(link)
     assert isinstance(announced, Announced)
     assert announced.refs["a"].size_bytes == SPEC.size_bytes
+
+
+def test_a_small_read_ends_before_send_returns(
+    peer: Agent, agent: Agent, link: DirectLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once the peer is greeted, which takes both agents' threads."""
+    link.send(encode(Want("first", (WantedItem("a", 64, announced(peer, "a")),))))
+    (greeted,) = answers(link, 5.0)
+    assert isinstance(greeted, Pinned)
+    monkeypatch.setattr("ec_connector.agent._PATIENCE_S", 5.0)  # this machine may be busy
+    link.send(encode(Want("second", (WantedItem("b", 64, announced(peer, "b")),))))
+    (pinned,) = answers(link)
+    assert isinstance(pinned, Pinned)
+    assert pinned.source is Source.REMOTE
 
 
 def test_a_miss_is_told_at_once(link: DirectLink) -> None:

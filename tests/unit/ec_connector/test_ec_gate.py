@@ -55,6 +55,12 @@ class TestAdmission:
         assert not world.admits("a", "b")
         assert world.heard() == [Want("r", (WantedItem("a", 4), WantedItem("b", 4)))]
 
+    def test_what_is_answered_at_once_is_admitted_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """An agent in this process has often answered before it was done being asked."""
+        world = World()
+        monkeypatch.setattr(world.links[0], "send", lambda _: world.links[0].say(Pinned("r", "a", Source.SLAB, 0.0)))
+        assert world.admits("a")
+
     def test_all_ranks_must_pin(self) -> None:
         world = World(ranks=2)
         world.admits("a")
