@@ -306,9 +306,9 @@ class Agent:
 class DirectLink:
     """A scheduler's link to the agent of its own process. Used by the scheduler's thread alone.
 
-    A message wakes no other thread, unless that one has something to do for it: the woken thread would take Python's
-    lock just when the scheduler wants to go on. What can be put off is, until the next message or until `receive`
-    finds nothing.
+    A message that is answered at once wakes no other thread: the woken thread would take Python's lock just when the
+    scheduler wants to go on. What can be put off is, until a message that has no answer (each request ends with one)
+    or until `receive` finds nothing.
     """
 
     def __init__(self, agent: Agent) -> None:
@@ -316,8 +316,10 @@ class DirectLink:
         self._answers: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def send(self, payload: bytes) -> None:
-        self._agent.finish_directly()
+        before = self._answers.qsize()
         self._agent.take_directly(payload)
+        if self._answers.qsize() == before:
+            self._agent.finish_directly()
 
     def receive(self, timeout_s: float = 0.0) -> list[bytes]:
         """All answers that are there, waiting for up to `timeout_s` for the first."""
