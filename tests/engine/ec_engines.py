@@ -107,10 +107,9 @@ class Pair:
         return dict(output.ec_transfer_params[colour])
 
     async def failure(self) -> dict[str, Any]:
-        """Why the last request at the consumer failed; every rank says the same."""
+        """Why the last request at the consumer failed. Rank 0 knows, as for the stage server."""
         request_id = f"request-{self.count}"
-        found, *others = await self.consumer.collective_rpc("ec_failures", args=([request_id],))
-        assert all(other == found for other in others)
+        found, *_ = await self.consumer.collective_rpc("ec_failures", args=([request_id],))
         return dict(found[request_id])
 
     async def stats(self, engine: Any) -> dict[str, Any]:

@@ -103,6 +103,8 @@ def test_a_small_read_ends_before_send_returns(
     link.send(encode(Want("first", (WantedItem("a", 64, announced(peer, "a")),))))
     (greeted,) = answers(link, 5.0)
     assert isinstance(greeted, Pinned)
+    assert answers(link) == []  # sends the DONE
+    _settle(agent)
     monkeypatch.setattr("ec_connector.agent._PATIENCE_S", 5.0)  # this machine may be busy
     link.send(encode(Want("second", (WantedItem("b", 64, announced(peer, "b")),))))
     (pinned,) = answers(link)
