@@ -137,11 +137,16 @@ def measure(repeats: int) -> list[Record]:
 
 
 def _in_turns(contenders: Contenders, repeats: int) -> dict[tuple[str, str], list[float]]:
-    """Microseconds by contender and size, and those of `ours`' saves; disturbances of the machine hit all alike."""
+    """Microseconds by contender and size, and those of `ours`' saves; disturbances of the machine hit all alike.
+
+    Each transfers twice in its turn and the second counts: the first meets caches that the others have filled, and a
+    core that may have slept.
+    """
     times: dict[tuple[str, str], list[float]] = {}
     for size_name, size_bytes in SIZES.items():
         for turn in range(_WARM_UP + repeats):
             for name, run in contenders.all.items():
+                run(f"{size_name}-{turn}-first", size_bytes)
                 elapsed = run(f"{size_name}-{turn}", size_bytes)
                 if turn >= _WARM_UP:
                     times.setdefault((name, size_name), []).append(elapsed * 1e6)
