@@ -28,6 +28,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerFactory
 
 from configs.schema import ClusterConfig, ModelConfig, StageConfig
+from serving import resource_tracker
 from serving.errors import (
     EncoderBusy,
     EncodingUnavailable,
@@ -111,6 +112,7 @@ class Engine:
         os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(side_channel_port)
         self._sockets = SocketFolder(_SOCKETS)
         os.environ["VLLM_RPC_BASE_PATH"] = str(self._sockets.path)
+        resource_tracker.start()
         self._llm = AsyncLLM.from_engine_args(
             _engine_args(settings, control_port), stat_loggers=list(settings.stat_loggers)
         )
